@@ -1,0 +1,8 @@
+"""Log-linear attention with the gated delta rule."""
+
+from kernels.log_linear_gated_delta.op import (
+    log_linear_gated_delta_rule,
+    log_linear_gated_delta_rule_step,
+)
+
+__all__ = ["log_linear_gated_delta_rule", "log_linear_gated_delta_rule_step"]

@@ -1,0 +1,5 @@
+"""Log-linear attention with Mamba-2's scalar decay."""
+
+from kernels.log_linear_ssd.op import log_linear_ssd, log_linear_ssd_step
+
+__all__ = ["log_linear_ssd", "log_linear_ssd_step"]
