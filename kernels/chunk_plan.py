@@ -8,13 +8,14 @@ all work is batched over chunks and nodes, and only the log2(T / C) tree levels 
 plan depends on lengths and positions alone and is shared by all layers of a model.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from kernels.levels import level
+from kernels.levels import bit_length, level
 
 
 @dataclass(frozen=True)
@@ -81,22 +82,25 @@ class ChunkPlan:
         flat = x.reshape(self.tokens, *x.shape[2:])
         if self.token_of_slot is not None:
             nothing = flat.new_zeros(1, *flat.shape[1:])
-            flat = torch.cat([flat, nothing]).index_select(0, self.token_of_slot.to(x.device))
+            flat = torch.cat([flat, nothing]).index_select(0, self.token_of_slot)
         return flat.reshape(self.num_chunks, self.C, *x.shape[2:])
 
     def from_chunks(self, x: Tensor, B: int) -> Tensor:
         """[num_chunks, C, ...] -> [B, T, ...]: the inverse of `to_chunks`."""
         flat = x.reshape(self.num_chunks * self.C, *x.shape[2:])
         if self.slot_of_token is not None:
-            flat = flat.index_select(0, self.slot_of_token.to(x.device))
+            flat = flat.index_select(0, self.slot_of_token)
         return flat.reshape(B, self.tokens // B, *x.shape[2:])
 
 
 @lru_cache(maxsize=64)
-def chunk_plan(lengths: tuple[int, ...], positions: tuple[int, ...], max_C: int) -> ChunkPlan:
+def chunk_plan(
+    lengths: tuple[int, ...], positions: tuple[int, ...], max_C: int, device: torch.device
+) -> ChunkPlan:
     """The plan for documents of these lengths (>= 1) that start at these positions (>= 0).
 
-    max_C is a power of two; chunks are shorter where every document is.
+    max_C is a power of two; chunks are shorter where every document is. Made on the host, its
+    tensors are then put on `device`.
     """
     longest = max(p + n for p, n in zip(positions, lengths, strict=True))
     m = min((longest - 1).bit_length(), max_C.bit_length() - 1)
@@ -112,7 +116,7 @@ def chunk_plan(lengths: tuple[int, ...], positions: tuple[int, ...], max_C: int)
     slots = _slot_of_token(documents, base, C)
     token_of_slot = torch.full((num_chunks * C,), tokens)
     token_of_slot[slots] = torch.arange(tokens)
-    return ChunkPlan(
+    plan = ChunkPlan(
         C=C,
         m=m,
         num_chunks=num_chunks,
@@ -126,6 +130,7 @@ def chunk_plan(lengths: tuple[int, ...], positions: tuple[int, ...], max_C: int)
         partial=_partial_chunks(documents, m),
         tree=_tree(begin, end, base),
     )
+    return _on_device(plan, device)
 
 
 def _slot_of_token(documents: list[tuple[int, int]], base: list[int], C: int) -> Tensor:
@@ -136,12 +141,10 @@ def _slot_of_token(documents: list[tuple[int, int]], base: list[int], C: int) ->
 
 
 def _last_slot_levels(documents: list[tuple[int, int]], C: int) -> Tensor:
-    rows = []
-    for p, length in documents:
-        t = p + length - 1
-        start = t // C * C
-        rows.append([level(t, s) if p <= s <= t else -1 for s in range(start, start + C)])
-    return torch.tensor(rows)
+    position = torch.tensor([p for p, _ in documents])[:, None]
+    t = position + torch.tensor([length for _, length in documents])[:, None] - 1
+    s = t // C * C + torch.arange(C)
+    return torch.where((position <= s) & (s <= t), bit_length(t ^ s), -1)
 
 
 def _partial_chunks(documents: list[tuple[int, int]], m: int) -> tuple[PartialChunk, ...]:
@@ -214,3 +217,17 @@ def _node_index(
 
 def _concatenate(parts: list[Tensor]) -> Tensor:
     return torch.cat(parts).to(torch.int64)
+
+
+_Part = TypeVar("_Part", ChunkPlan, TreeLevel, PartialChunk)
+
+
+def _on_device(part: _Part, device: torch.device) -> _Part:
+    moved: dict[str, object] = {}
+    for field in fields(part):
+        value = getattr(part, field.name)
+        if isinstance(value, Tensor):
+            moved[field.name] = value.to(device)
+        elif isinstance(value, tuple):
+            moved[field.name] = tuple(_on_device(inner, device) for inner in value)
+    return replace(part, **moved)

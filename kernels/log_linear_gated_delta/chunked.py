@@ -49,7 +49,7 @@ def log_linear_gated_delta_chunked(
     G, K = k.shape[2:]
     L = level_weights.shape[-1]
     positions = tuple(initial_state.position.tolist()) if initial_state else (0,) * len(lengths)
-    plan = chunk_plan(lengths, positions, max_C)
+    plan = chunk_plan(lengths, positions, max_C, v.device)
     m = plan.m
     q = plan.to_chunks(q.to(dtype)).transpose(1, 2)  # [N, G, C, K]
     k = plan.to_chunks(k.to(dtype)).transpose(1, 2)
@@ -90,7 +90,7 @@ def log_linear_gated_delta_chunked(
         inherited = past.new_zeros(len(lengths), H, K, V)
         for part in plan.partial:
             chunks, block = plan.first_chunk[part.documents], past[part.documents, part.level]
-            slot_levels = part.levels.to(o.device)[:, None, :, None].expand(-1, H, -1, 1)
+            slot_levels = part.levels[:, None, :, None].expand(-1, H, -1, 1)
             block_weights = weights[chunks].gather(-1, slot_levels)[..., 0]  # [P, H, C]
             read(chunks, q_carried[chunks], block, block_weights)
             inherited = inherited.index_add(0, part.documents, block)
@@ -145,8 +145,8 @@ def log_linear_gated_delta_chunked(
 def _by_level(plan: ChunkPlan, k: Tensor, wy: Tensor, inserted: Tensor) -> Tensor:
     """[documents, m+1, H, K, V]: what the tokens of one chunk leave, apart by the level at which
     the last token sees them: K^T R (mask_l * inserted)."""
-    l = torch.arange(plan.m + 1)
+    l = torch.arange(plan.m + 1, device=k.device)
     chosen = plan.last_slot_levels[:, None] == l[None, :, None]  # [documents, m+1, C]
-    chosen = chosen.to(k.device, k.dtype)
+    chosen = chosen.to(k.dtype)
     keys = k.transpose(-1, -2) @ wy  # [documents, H, K, C]
     return torch.einsum("nlc,nhkc,nhcv->nlhkv", chosen, keys, inserted)

@@ -41,7 +41,7 @@ def log_linear_ssd_chunked(
     G, K = k.shape[2:]
     L = level_weights.shape[-1]
     positions = tuple(initial_state.position.tolist()) if initial_state else (0,) * len(lengths)
-    plan = chunk_plan(lengths, positions, max_C)
+    plan = chunk_plan(lengths, positions, max_C, v.device)
     m = plan.m
     q = plan.to_chunks(q.to(dtype)).transpose(1, 2)  # [N, G, C, K]
     k = plan.to_chunks(k.to(dtype)).transpose(1, 2)
@@ -76,7 +76,7 @@ def log_linear_ssd_chunked(
     for part in plan.partial:
         assert past is not None  # else there is no position to lie inside a chunk
         chunks, block = plan.first_chunk[part.documents], past[part.documents, part.level]
-        slot_levels = part.levels.to(o.device)[:, :, None, None].expand(-1, -1, H, 1)
+        slot_levels = part.levels[:, :, None, None].expand(-1, -1, H, 1)
         block_weights = weights[chunks].gather(-1, slot_levels)[..., 0]  # [P, C, H]
         read(chunks, block, block_weights * decay[chunks])
         inherited = inherited.index_add(0, part.documents, block)
@@ -147,7 +147,7 @@ def _past_blocks(state: FenwickState | None, G: int, dtype: torch.dtype) -> Tens
 
 def _by_level(plan: ChunkPlan, k: Tensor, v_decayed: Tensor, m: int) -> Tensor:
     """sum over the slots of one chunk that the last token sees at level l, for l = 0..m."""
-    l = torch.arange(m + 1)
+    l = torch.arange(m + 1, device=k.device)
     chosen = plan.last_slot_levels[:, None] == l[None, :, None]  # [documents, m+1, C]
-    chosen = chosen.to(k.device, k.dtype)
+    chosen = chosen.to(k.dtype)
     return torch.einsum("nlc,ngck,ngcv->nlgkv", chosen, k, v_decayed)
