@@ -10,7 +10,7 @@ plan depends on lengths and positions alone and is shared by all layers of a mod
 
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -223,7 +223,7 @@ _Part = TypeVar("_Part", ChunkPlan, TreeLevel, PartialChunk)
 
 
 def _on_device(part: _Part, device: torch.device) -> _Part:
-    moved: dict[str, object] = {}
+    moved: dict[str, Any] = {}
     for field in fields(part):
         value = getattr(part, field.name)
         if isinstance(value, Tensor):
