@@ -1,0 +1,1 @@
+"""Corpora to packed MDS shards: tokenizer, sources, packing, shard format, synthetic tasks."""
