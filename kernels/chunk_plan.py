@@ -102,6 +102,14 @@ def chunk_plan(
     max_C is a power of two; chunks are shorter where every document is. Made on the host, its
     tensors are then put on `device`.
     """
+    # The plan outlives the call: made in inference mode, it could not serve a training step.
+    with torch.inference_mode(False):
+        return _chunk_plan(lengths, positions, max_C, device)
+
+
+def _chunk_plan(
+    lengths: tuple[int, ...], positions: tuple[int, ...], max_C: int, device: torch.device
+) -> ChunkPlan:
     longest = max(p + n for p, n in zip(positions, lengths, strict=True))
     m = min((longest - 1).bit_length(), max_C.bit_length() - 1)
     C = 1 << m

@@ -336,3 +336,12 @@ def test_step_refuses_a_position_beyond_its_levels(operator):
     state = FenwickState(torch.zeros(1, 4, 3, 8, 6), torch.tensor([4]))
     with pytest.raises(ValueError, match="too few levels: a row of 5 tokens needs 4"):
         operator.step(*inputs, state)
+
+
+def test_a_call_in_inference_mode_does_not_spoil_a_later_training_step(operator):
+    inputs = make_inputs(operator, 1, 83, G=1, K=4)
+    with torch.inference_mode():
+        operator.op(*inputs)
+    o, _ = operator.op(*[x.requires_grad_() for x in inputs])
+    o.sum().backward()
+    assert all(x.grad is not None for x in inputs)

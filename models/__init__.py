@@ -1,0 +1,1 @@
+"""Architectures, level weights, generation and the model directory on disk."""

@@ -1,0 +1,181 @@
+"""`python -m models`: continue a prompt; parameters, FLOPs and memory of a model."""
+
+import difflib
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from data_prep.tokenizer import Tokenizer
+from models.accounting import (
+    flops_per_token,
+    forward_flops_per_token,
+    parameter_count,
+    state_bytes,
+)
+from models.checkpoint_directory import resolve
+from models.config import PRESETS, ModelConfig
+from models.generate import generate as generate_tokens
+from models.language_model import LanguageModel
+from models.weights import load_config, load_model
+
+INSPECTED_LENGTHS = (1024, 4096, 16_384, 65_536, 262_144, 1_048_576)
+
+app = typer.Typer(
+    help="Architectures: generate text with a model, show what a model is made of.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+console = Console()
+
+
+@app.command()
+def generate(
+    checkpoint: Annotated[Path, typer.Argument(help="A run, a step folder or a model directory.")],
+    prompt: Annotated[list[str], typer.Option(help="Text to continue; may be repeated.")],
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to add at most.")] = 100,
+    temperature: Annotated[float, typer.Option(help="0 takes the most likely token.")] = 0.0,
+    top_k: Annotated[int | None, typer.Option(help="Sample among the k likeliest.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Sample among this much probability.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+) -> None:
+    """Continue prompts."""
+    directory = resolve(checkpoint)
+    _check_device(device)
+    tokenizer = Tokenizer.load(directory / "tokenizer.model")
+    model = load_model(directory, device)
+    continued = generate_tokens(
+        model,
+        [[tokenizer.bos_id, *tokenizer.encode(text)] for text in prompt],
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        stop_ids=(tokenizer.eos_id,),
+        seed=seed,
+    )
+    for index, (text, tokens) in enumerate(zip(prompt, continued, strict=True)):
+        if index:
+            print("-" * 40)
+        print(text + tokenizer.decode(tokens))
+
+
+@app.command()
+def inspect(
+    model: Annotated[str, typer.Argument(help="A preset, run, step folder or model directory.")],
+) -> None:
+    """Parameters, FLOPs per token and memory per sequence."""
+    config = _config(model)
+    mixers = Counter(config.layer_mixers)
+    console.print(
+        f"[bold]{model}[/bold]: {_count(parameter_count(config))} parameters, "
+        f"{config.num_layers} layers ({', '.join(f'{n} {mixer}' for mixer, n in mixers.items())}), "
+        f"d_model {config.d_model}, max_seq_len {config.max_seq_len}, {config.num_levels} levels",
+        highlight=False,
+    )
+    console.print(_parameter_table(config))
+    console.print(_length_table(config))
+
+
+def _config(model: str) -> ModelConfig:
+    if model in PRESETS:
+        return PRESETS[model]
+    if Path(model).exists():
+        return load_config(model)
+    close = difflib.get_close_matches(model, PRESETS, n=1, cutoff=0.0)[0]
+    raise FileNotFoundError(
+        f"no such model: got {model}; expected a folder or one of {', '.join(PRESETS)}; "
+        f"the nearest preset is {close}"
+    )
+
+
+def _parameter_table(config: ModelConfig) -> Table:
+    with torch.device("meta"):
+        model = LanguageModel(config)
+    counts: Counter[str] = Counter()
+    shapes: dict[str, list[int]] = {}
+    for name, parameter in model.named_parameters():
+        layerless = ".".join("*" if part.isdigit() else part for part in name.split("."))
+        counts[layerless] += parameter.numel()
+        shapes[layerless] = list(parameter.shape)
+    total = sum(counts.values())
+    table = Table(title="Parameters (* = every layer that has it)", box=box.SIMPLE)
+    table.add_column("name", no_wrap=True)
+    table.add_column("shape", no_wrap=True)
+    table.add_column("numbers", justify="right")
+    table.add_column("share", justify="right")
+    for name, count in counts.items():
+        table.add_row(name, str(shapes[name]), f"{count:,}", f"{count / total:.2%}")
+    table.add_section()
+    table.add_row("total", "", f"{total:,}", "100.00%")
+    return table
+
+
+def _length_table(config: ModelConfig) -> Table:
+    """FLOPs and state by length, beside the KV cache of a softmax model as wide and as deep."""
+    softmax = config.model_copy(update={"mixer": "attention"})
+    table = Table(title="Per token, per sequence", box=box.SIMPLE)
+    for heading in ("tokens", "forward FLOPs", "and backward", "state", "softmax KV cache"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for length in INSPECTED_LENGTHS:
+        table.add_row(
+            f"{length:,}{'' if length <= config.max_seq_len else ' *'}",
+            _count(forward_flops_per_token(config, length)),
+            _count(flops_per_token(config, length)),
+            _bytes(state_bytes(config, length, activation_bytes=2)),
+            _bytes(state_bytes(softmax, length, activation_bytes=2)),
+        )
+    table.caption = (
+        "FLOPs are means over a document of that length. "
+        "Level states fp32, convolution tails and KV cache bf16.\n"
+        f"* longer than max_seq_len {config.max_seq_len:,}: for a model with more levels"
+    )
+    return table
+
+
+def _count(number: float) -> str:
+    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.2f} {unit}"
+    return f"{number:.0f}"
+
+
+def _bytes(number: int) -> str:
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return f"{number} B"
+
+
+def _check_device(device: str) -> None:
+    try:
+        wanted = torch.device(device)
+    except RuntimeError:
+        wanted = torch.device("meta")
+    if wanted.type not in ("cpu", "cuda"):
+        raise ValueError(f"unknown device: got {device}; expected cpu, cuda or cuda:N")
+    if wanted.type == "cuda" and (wanted.index or 0) >= (found := torch.cuda.device_count()):
+        raise ValueError(
+            f"no such device: got {device}, with {found} CUDA devices here; use --device cpu"
+        )
+
+
+def main() -> None:
+    """Runs the command line; a user's mistake is one line and exit code 2."""
+    try:
+        app()
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()

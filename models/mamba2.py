@@ -1,0 +1,77 @@
+"""Mamba-2 and Log-Linear Mamba-2 mixers.
+
+    [z | x k q | dt] = in_proj(u);   x, k, q = silu(conv(...));   Delta = softplus(dt + dt_bias)
+    o = log_linear_ssd(q, k, v = Delta * x, log_decay = -exp(A_log) * Delta)
+    out_proj(RMSNorm((o + D * x) * silu(z)))
+
+- From the state-space side: q = C, k = B, v = Delta * x, log_decay = A * Delta.
+- G key/query pairs serve H value heads (G = 1 in the published models); q and k are neither
+  normalised nor scaled.
+- The convolution has a bias; the norm comes after the gate and spans all heads.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kernels.log_linear_ssd import log_linear_ssd, log_linear_ssd_step
+from models.config import ModelConfig
+from models.layers import GateThenNorm, Linear, ShortConvolution, at_least_fp32
+from models.recurrent_mixer import RecurrentMixer
+
+
+class Mamba2(RecurrentMixer):
+    """log_linear=True: Log-Linear Mamba-2; False: Mamba-2."""
+
+    operator = staticmethod(log_linear_ssd)
+    operator_step = staticmethod(log_linear_ssd_step)
+
+    def __init__(self, config: ModelConfig, log_linear: bool) -> None:
+        sizes, inner = config.mamba2, config.mamba2_inner_size
+        H, G, K = config.mamba2_num_heads, sizes.num_groups, sizes.state_size
+        channels = inner + 2 * G * K
+        conv = ShortConvolution(channels, sizes.conv_width, bias=True)
+        super().__init__(config, (H, K, sizes.head_size), conv, log_linear)
+        self.G = G
+        self.in_sizes = (inner, channels, H)
+        self.conv_sizes = (inner, G * K, G * K)
+        self.in_proj = Linear(config.d_model, sum(self.in_sizes))
+        self.A_log = nn.Parameter(torch.empty(H))
+        self.dt_bias = nn.Parameter(torch.empty(H))
+        self.D = nn.Parameter(torch.empty(H))
+        self.norm = GateThenNorm(inner, config.norm_eps)
+        self.out_proj = Linear(inner, config.d_model)
+
+    def project(self, u: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        z, xkq, dt = self.in_proj(u).split(self.in_sizes, dim=-1)
+        return xkq, (z, dt)
+
+    def operands(self, x: Tensor, gates: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        _, dt = gates
+        x, k, q = x.split(self.conv_sizes, dim=-1)
+        x = x.unflatten(-1, (self.H, self.V))
+        k = k.unflatten(-1, (self.G, self.K))
+        q = q.unflatten(-1, (self.G, self.K))
+        delta = F.softplus(at_least_fp32(dt) + self.dt_bias)  # [..., H]
+        v = (delta[..., None] * x).to(x.dtype)
+        return q, k, v, -self.A_log.exp() * delta
+
+    def output(self, o: Tensor, x: Tensor, gates: tuple[Tensor, ...]) -> Tensor:
+        z, _ = gates
+        x = x[..., : self.conv_sizes[0]].unflatten(-1, (self.H, self.V))
+        y = at_least_fp32(o) + self.D[:, None] * x
+        return self.out_proj(self.norm(y.flatten(-2), z))
+
+    @staticmethod
+    def linear_step(
+        q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, S: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """S <- exp(g) S + k v^T;  o = q^T S.
+
+        q, k [B, G, K]; v [B, H, V]; log_decay [B, H]; S [B, H, K, V].
+        """
+        heads_per_group = v.shape[1] // q.shape[1]
+        q = at_least_fp32(q).repeat_interleave(heads_per_group, 1)
+        k = at_least_fp32(k).repeat_interleave(heads_per_group, 1)
+        S = log_decay.exp()[..., None, None] * S + k[..., None] * v[..., None, :]
+        return (q[..., None] * S).sum(-2).to(v.dtype), S

@@ -1,0 +1,110 @@
+"""`python -m models`."""
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from data_prep.tokenizer import train_tokenizer
+from models import __main__ as command
+from models.checkpoint_directory import step_folder, write_manifest
+from models.language_model import LanguageModel
+from models.weights import save_model
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """run("inspect", ...) -> (exit code, stdout, stderr)."""
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["models", *arguments])
+        with pytest.raises(SystemExit) as stop:
+            command.main()
+        out, err = capsys.readouterr()
+        return int(stop.value.code or 0), out, err
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def checkpoint(
+    small_model: Callable[..., LanguageModel], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A run folder with one complete checkpoint and a tokenizer."""
+    run_dir = tmp_path_factory.mktemp("run")
+    text = Path(pytest.__file__).read_text()
+    tokenizer = run_dir / "tokenizer.model"
+    tokenizer.write_bytes(train_tokenizer([text], 400))
+    model = small_model("log_linear_mamba2", vocab_size=400)
+    save_model(step_folder(run_dir, 7), model.state_dict(), model.config, tokenizer)
+    write_manifest(step_folder(run_dir, 7), {"step": 7})
+    return run_dir
+
+
+def test_generate_prints_prompt_and_continuation(checkpoint: Path, run: Run) -> None:
+    arguments = ["generate", str(checkpoint), "--prompt", "import pytest", "--prompt", "def"]
+    code, out, err = run(*arguments, "--max-new-tokens", "5", "--temperature", "1", "--seed", "3")
+    assert (code, err) == (0, "")
+    first, second = out.split("-" * 40 + "\n")
+    assert first.startswith("import pytest")
+    assert len(first) > len("import pytest\n")
+    assert second.startswith("def")
+
+
+@pytest.mark.parametrize("preset", ["tiny-log-linear-mamba2", "0.8b-attention-24-layers"])
+def test_inspect_shows_a_preset(preset: str, run: Run) -> None:
+    code, out, err = run("inspect", preset)
+    assert (code, err) == (0, "")
+    assert "embedding.weight" in out
+    assert "1,048,576 *" in out
+    assert ("777,856,512" in out) == (preset == "0.8b-attention-24-layers")
+
+
+def test_inspect_shows_a_run(checkpoint: Path, run: Run) -> None:
+    code, out, _ = run("inspect", str(checkpoint))
+    assert code == 0
+    assert "2 log_linear_mamba2" in " ".join(out.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("inspect", "tiny-mamba3"), "error: no such model: got tiny-mamba3; .*preset is tiny-mam"),
+        (("generate", "nowhere", "--prompt", "x"), "error: no checkpoint: nowhere is not a folder"),
+        (("generate", "RUN", "--prompt", "x", "--top-k", "3"), "error: top_k .* temperature > 0"),
+        (
+            ("generate", "RUN", "--prompt", "x", "--device", "cuda:99"),
+            "error: no such device: got cuda:99, with",
+        ),
+        (
+            ("generate", "RUN", "--prompt", "x", "--device", "warp"),
+            "error: unknown device: got warp",
+        ),
+        (
+            ("generate", "RUN", "--prompt", "x", "--max-new-tokens", "300"),
+            "error: prompt 0 .*too long",
+        ),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_2(
+    arguments: tuple[str, ...], message: str, checkpoint: Path, run: Run
+) -> None:
+    code, out, err = run(*(str(checkpoint) if a == "RUN" else a for a in arguments))
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1
+
+    assert re.match(message, err), err
+
+
+def test_model_directory_without_tokenizer_is_named(
+    small_model: Callable[..., LanguageModel], tmp_path: Path, run: Run
+) -> None:
+    model = small_model("mamba2")
+    save_model(tmp_path, model.state_dict(), model.config)
+    code, _, err = run("generate", str(tmp_path), "--prompt", "x")
+    assert code == 2
+    assert "tokenizer.model does not exist" in err
