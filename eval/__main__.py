@@ -1,5 +1,5 @@
-"""`python -m eval CHECKPOINT --tasks perplexity,wikitext,niah,mqar`: score a run, a checkpoint "
-"or a model directory."""
+"""`python -m eval CHECKPOINT --tasks perplexity,wikitext,niah,mqar`: score a run, a checkpoint
+or a model directory."""
 
 from __future__ import annotations
 

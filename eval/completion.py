@@ -16,8 +16,8 @@ def complete(
     stop_ids: tuple[int, ...],
     batch_tokens: int,
 ) -> Iterator[list[int]]:
-    """The new ids of each prompt, in order, without the prompt; at most `max_new_tokens`, ended "
-    "by a stop id."""
+    """The new ids of each prompt, in order, without the prompt; at most `max_new_tokens`, ended
+    by a stop id."""
     start = 0
     while start < len(prompts):
         end = start + 1

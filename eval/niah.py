@@ -64,8 +64,8 @@ DEPTH_QUARTERS = ((0, 25), (25, 50), (50, 75), (75, 100))
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One prompt: its ids with BOS, the number it hides, one that it does not, and where (0 top "
-    ".. 1 bottom)."""
+    """One prompt: its ids with BOS, the number it hides, one that it does not, and where (0 top
+    .. 1 bottom)."""
 
     prompt: str
     tokens: list[int]
@@ -75,8 +75,8 @@ class Sample:
 
 
 def prompt_text(key: str, value: str, lines: int, position: int) -> str:
-    """The prompt with the needle before noise line `position` of `lines` (after the last if "
-    "equal)."""
+    """The prompt with the needle before noise line `position` of `lines` (after the last if
+    equal)."""
     haystack = [NOISE] * lines
     haystack.insert(position, f"One of the special magic numbers for {key} is: {value}.")
     question = f"What is the special magic number for {key} mentioned in the provided text?"
@@ -87,8 +87,8 @@ def prompt_text(key: str, value: str, lines: int, position: int) -> str:
 def make_samples(
     tokenizer: Tokenizer, *, length: int, answer_tokens: int, samples: int, seed: int
 ) -> list[Sample]:
-    """Samples that fill `length` tokens to within one noise line. ValueError where not even one "
-    "line fits."""
+    """Samples that fill `length` tokens to within one noise line. ValueError where not even one
+    line fits."""
     # One stream per length: samples of one length do not depend on which others were asked for.
     rng = random.Random(f"S-NIAH-1 {seed} {length}")
     budget = length - answer_tokens
@@ -123,8 +123,8 @@ def make_samples(
 
 
 def contains(answer: str, value: str) -> bool:
-    """RULER's string_match_all for one reference; control characters count as line ends, case "
-    "does not matter."""
+    """RULER's string_match_all for one reference; control characters count as line ends, case
+    does not matter."""
     return value.lower() in re.sub(r"[\x00-\x1f]", "\n", answer).strip().lower()
 
 
@@ -185,8 +185,8 @@ def teacher_forced(
     length: int,
     options: Options,
 ) -> list[Result]:
-    """Log-probability and argmax rate of the true and of an absent value, straight after the "
-    "prompt."""
+    """Log-probability and argmax rate of the true and of an absent value, straight after the
+    prompt."""
     windows = []
     for sample in samples:
         for number in (sample.value, sample.absent):

@@ -52,8 +52,8 @@ VERSION = 1
 
 
 def perplexity(subject: Subject, options: Options) -> list[Result]:
-    """nll_per_token, perplexity and bits_per_byte of the texts, of the data set split, or of "
-    "both."""
+    """nll_per_token, perplexity and bits_per_byte of the texts, of the data set split, or of
+    both."""
     if not options.texts and options.dataset is None:
         raise ValueError(
             "task perplexity has no text: got neither --text nor --dataset; expected one of them; "

@@ -15,8 +15,8 @@ SECONDS_BETWEEN_LINES = 5.0
 
 
 def track(items: Iterable[Item], total: int, what: str) -> Iterator[Item]:
-    """Yields `items` unchanged; `total` is how many there will be, `what` names the work. Writes "
-    "to stderr."""
+    """Yields `items` unchanged; `total` is how many there will be, `what` names the work. Writes
+    to stderr."""
     if sys.stderr.isatty():
         yield from rich_track(
             items, description=what, total=total, console=Console(stderr=True), transient=True

@@ -118,8 +118,8 @@ def _key(entry: dict[str, Any]) -> str:
 
 
 def write_scalars(run: Path, step: int, results: Sequence[Result]) -> None:
-    """One scalar per result at `step`, tag eval/<task>/<metric>, with the length or pairs where "
-    "there are several."""
+    """One scalar per result at `step`, tag eval/<task>/<metric>, with the length or pairs where
+    there are several."""
     with SummaryWriter(log_dir=str(run / "tensorboard" / "eval")) as writer:
         for result in results:
             writer.add_scalar(_tag(result), result.value, step)

@@ -12,8 +12,8 @@ from models.language_model import LanguageModel
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """One number with everything needed to compare it. Different `version` or `settings`: not "
-    "the same measurement."""
+    """One number with everything needed to compare it. Different `version` or `settings`: not
+    the same measurement."""
 
     task: str
     """Name in `eval.task.TASKS`."""
@@ -37,8 +37,8 @@ class Subject:
     model: LanguageModel
     vocab_size: int
     max_seq_len: int
-    """Tokens; the model's level weights end here, so longer input is refused, never scored as "
-    "zero."""
+    """Tokens; the model's level weights end here, so longer input is refused, never scored as
+    zero."""
     tokenizer: Tokenizer | None
     device: str
 

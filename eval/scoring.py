@@ -40,8 +40,8 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """tokens, labels [B, T] int64, labels -100 where nothing is scored; cu_seqlens over B*T or "
-    "None."""
+    """tokens, labels [B, T] int64, labels -100 where nothing is scored; cu_seqlens over B*T or
+    None."""
 
     tokens: Tensor
     labels: Tensor
@@ -96,8 +96,8 @@ def rolling_windows(
 
 
 def window_batches(windows: Iterable[Window], batch_tokens: int) -> Iterator[Batch]:
-    """Groups windows, in order, padded on the right; a causal model cannot see padding that "
-    "comes later."""
+    """Groups windows, in order, padded on the right; a causal model cannot see padding that
+    comes later."""
     group: list[Window] = []
     longest = 0
     for window in windows:
@@ -124,8 +124,8 @@ def _pad(group: list[Window], length: int) -> Batch:
 def row_batches(
     rows: Iterable[tuple[np.ndarray, np.ndarray, np.ndarray]], batch_tokens: int
 ) -> Iterator[Batch]:
-    """Groups rows (tokens [T], labels [T], document starts [n]) of one length T; documents stay "
-    "apart."""
+    """Groups rows (tokens [T], labels [T], document starts [n]) of one length T; documents stay
+    apart."""
     group: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
     for row in rows:
         if group and len(row[0]) * (len(group) + 1) > batch_tokens:
@@ -149,8 +149,8 @@ def _stack(group: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> Batch:
 
 @torch.no_grad()
 def score(model: Model, batches: Iterable[Batch], device: str = "cpu") -> Iterator[Score]:
-    """One Score for each window or row, in order. labels are compared with the logits of their "
-    "own position."""
+    """One Score for each window or row, in order. labels are compared with the logits of their
+    own position."""
     for batch in batches:
         logits = model(batch.tokens.to(device), batch.cu_seqlens)
         labels = batch.labels.to(device)
@@ -184,8 +184,8 @@ def total(scores: Iterable[Score]) -> Score:
 
 
 def exponential(nats: float) -> float:
-    """exp(nats), a perplexity; ValueError where the model's loss is no number or too large to "
-    "have one."""
+    """exp(nats), a perplexity; ValueError where the model's loss is no number or too large to
+    have one."""
     if not nats < 700.0:
         raise ValueError(
             f"the model's loss has no perplexity: got {nats} nats; expected a finite number below "

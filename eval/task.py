@@ -1,5 +1,5 @@
-"""The table of tasks. To add one: write eval/<task>.py, add its line here, test it in "
-"tests/eval/."""
+"""The table of tasks. To add one: write eval/<task>.py, add its line here, test it in
+tests/eval/."""
 
 from __future__ import annotations
 

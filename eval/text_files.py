@@ -7,8 +7,8 @@ from pathlib import Path
 
 
 def read_bytes(path: Path) -> bytes:
-    """The unpacked bytes of a file; ValueError where it is not there, is empty or is a damaged "
-    ".xz."""
+    """The unpacked bytes of a file; ValueError where it is not there, is empty or is a damaged
+    .xz."""
     if not path.is_file():
         raise ValueError(f"text file not found: got {path}; expected a UTF-8 file, plain or .xz")
     try:

@@ -86,8 +86,8 @@ def detokenise(article: str) -> str:
 
 
 def split_articles(text: str) -> list[str]:
-    """The articles, each from its " = Title = " line up to the next; blank lines before the "
-    "first are dropped."""
+    """The articles, each from its " = Title = " line up to the next; blank lines before the
+    first are dropped."""
     articles: list[str] = []
     current: list[str] = []
     for line in _LINE.findall(text):
@@ -100,8 +100,8 @@ def split_articles(text: str) -> list[str]:
 
 
 def count_words(article: str) -> int:
-    """lm-eval's word count of an original article: pieces between white space, empty ones at the "
-    "ends included."""
+    """lm-eval's word count of an original article: pieces between white space, empty ones at the
+    ends included."""
     return len(re.split(r"\s+", article))
 
 

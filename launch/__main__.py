@@ -1,5 +1,5 @@
-"""`python -m launch CONFIG.yaml --nodes N --gpus-per-node G [section.key=value ...]`: train "
-"through Ray."""
+"""`python -m launch CONFIG.yaml --nodes N --gpus-per-node G [section.key=value ...]`: train
+through Ray."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def launch(
         int, typer.Option(min=0, help="Restarts from the newest checkpoint after a failure.")
     ] = 0,
 ) -> None:
-    """Train on Ray workers, each of which runs `python -m pretrain CONFIG [section.key=value "
-    "...]`."""
+    """Train on Ray workers, each of which runs `python -m pretrain CONFIG [section.key=value
+    ...]`."""
     changes = overrides or []
     run = load_config(config, changes)
     request = Request(nodes=nodes, gpus_per_node=gpus_per_node, cpu_workers=cpu_workers)

@@ -1,5 +1,5 @@
-"""Training through Ray Train V2: worker groups, restarts, and the one line that says what went "
-"wrong."""
+"""Training through Ray Train V2: worker groups, restarts, and the one line that says what went
+wrong."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class LaunchFailed(Exception):
 
 
 def check_request(config: RunConfig, request: Request) -> None:
-    """ValueError where the config cannot run on the processes asked for; no Ray is needed to "
-    "tell."""
+    """ValueError where the config cannot run on the processes asked for; no Ray is needed to
+    tell."""
     rows = request.workers * config.batch.micro_batch_rows
     if request.workers < 1:
         raise ValueError(
