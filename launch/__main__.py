@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from launch.cluster import Request
 from launch.ray_train import LaunchFailed, check_request, train
-from pretrain.config import load_config
+from pretrain.config import checked_manifest, load_config
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -44,6 +44,8 @@ def launch(
     run = load_config(config, changes)
     request = Request(nodes=nodes, gpus_per_node=gpus_per_node, cpu_workers=cpu_workers)
     check_request(run, request)
+    if address is None:  # on a cluster only the nodes need to see the data set
+        checked_manifest(run, request.workers)
     train(
         run,
         [str(config), *changes],

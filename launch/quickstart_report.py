@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rich.console import Console
@@ -12,6 +14,8 @@ from safetensors import safe_open
 
 from launch.cluster import ROOT
 from pretrain.config import RunConfig
+
+LAST_STEPS = 20
 
 
 def read_results(path: Path) -> list[dict[str, Any]]:
@@ -53,6 +57,7 @@ def show(config: RunConfig, console: Console) -> None:
     results = read_results(run / "eval" / step_name / "results.json")
     value = {(r["task"], r["metric"]): r["value"] for r in results}
     steps = losses(ROOT / run / "log.jsonl")
+    ending = [loss for _, loss in steps[-LAST_STEPS:]]  # one batch is noisy
     model = config.model
     lambdas = model.level_weights.kind
     rows = [
@@ -60,7 +65,7 @@ def show(config: RunConfig, console: Console) -> None:
         ("parameters", f"{parameter_count(step_dir / 'model.safetensors'):,}"),
         ("trained on", f"{config.training.total_steps * config.batch.batch_tokens:,} tokens"),
         ("loss at the start", f"{steps[0][1]:.3f} nats per token (step {steps[0][0]})"),
-        ("loss at the end", f"{steps[-1][1]:.3f} (step {steps[-1][0]})"),
+        ("loss at the end", f"{fmean(ending):.3f} (mean of the last {len(ending)} steps)"),
         ("held out: loss", f"{value['perplexity', 'nll_per_token']:.3f}"),
         (
             "held out: unigram entropy",
@@ -84,7 +89,9 @@ def show(config: RunConfig, console: Console) -> None:
     sample = ROOT / run / "eval" / step_name / "sample.txt"
     console.print(sample.read_text(encoding="utf-8"), markup=False)
     console.print("Next:")
+    activate = _activation()
     for command in (
+        *([f"source {activate}"] if activate else []),
         f"tensorboard --logdir {run}/tensorboard",
         f"python -m data_prep inspect {config.data.dataset}",
         f"python -m models inspect {run}",
@@ -93,3 +100,11 @@ def show(config: RunConfig, console: Console) -> None:
         f"data.dataset={config.data.dataset} model.mixer=mamba2",
     ):
         console.print(f"  {command}", markup=False, soft_wrap=True)
+
+
+def _activation() -> Path | None:
+    """The script that makes `python` the one that runs here, if it lives in an environment."""
+    script = Path(sys.prefix) / "bin" / "activate"
+    if not script.is_file():
+        return None
+    return script.relative_to(ROOT) if script.is_relative_to(ROOT) else script

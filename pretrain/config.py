@@ -17,7 +17,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
 
-from data_prep.shards import Manifest
+from data_prep.shards import Manifest, read_manifest
 from models.config import PRESETS, ModelConfig
 
 
@@ -243,6 +243,17 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
 def dump_config(config: RunConfig) -> str:
     """The resolved config as YAML; load_config reads it back to an equal RunConfig."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def checked_manifest(config: RunConfig, world_size: int) -> Manifest:
+    """The manifest of the run's data set, held against the config (`check_data`).
+
+    Raises:
+        FileNotFoundError, ValueError: there is no such data set, or it does not fit.
+    """
+    manifest = read_manifest(config.data.dataset)
+    check_data(config, manifest, world_size)
+    return manifest
 
 
 def check_data(config: RunConfig, manifest: Manifest, world_size: int) -> None:

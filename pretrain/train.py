@@ -7,12 +7,11 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from data_prep.shards import Manifest, read_manifest
 from models.accounting import parameter_count
 from models.initialize import initialize
 from models.language_model import LanguageModel
 from pretrain import checkpoint
-from pretrain.config import RunConfig, check_data, load_config
+from pretrain.config import RunConfig, checked_manifest, load_config
 from pretrain.data import TrainingRows, training_batches, validation_batches
 from pretrain.distributed import World, choose_device
 from pretrain.engine import Engine
@@ -46,7 +45,7 @@ def train(config_path: Path, overrides: Sequence[str], world: World) -> int:
     # Everything that can be refused is refused here, on all ranks at once.
     config = world.agree(lambda: load_config(config_path, overrides))
     device = world.agree(lambda: choose_device(config.parallel.device, world.local_rank))
-    manifest = world.agree(lambda: _check_data(config, world.size))
+    manifest = world.agree(lambda: checked_manifest(config, world.size))
     start = world.on_rank_0(lambda: checkpoint.find_start(config, manifest, world.size))
     total_steps = config.training.total_steps
     for note in start.notes:
@@ -119,12 +118,6 @@ def train(config_path: Path, overrides: Sequence[str], world: World) -> int:
         metrics.close()
     console.print(f"{config.run_dir} is complete: step {total_steps}/{total_steps}")
     return EXIT_COMPLETE
-
-
-def _check_data(config: RunConfig, world_size: int) -> Manifest:
-    manifest = read_manifest(config.data.dataset)
-    check_data(config, manifest, world_size)
-    return manifest
 
 
 def _is_due(step: int, every_steps: int | None) -> bool:

@@ -57,6 +57,8 @@ def folders_of(process):
         (("parallel.device=cuda",), "no GPU is asked for"),
         (("--nodes", "2"), "one machine cannot be several nodes"),
         (("optimizer.peek_lr=3",), "optimizer.peak_lr"),
+        (("data.dataset=nowhere",), "nowhere is not a data set"),
+        (("model.vocab_size=16",), "model.vocab_size is smaller"),
         (("--address", "127.0.0.1:1"), "no Ray cluster answers"),
         (("--address", "nonsense"), "--address is no address"),
     ],
