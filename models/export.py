@@ -10,7 +10,7 @@ those of the source (models/proof.py); it never appears where they differ. Folde
 atomically, and the same command run again says that it is complete (models/output_folder.py).
 """
 
-import json
+import hashlib
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,12 +29,23 @@ from models.checkpoint_directory import (
 )
 from models.config import ModelConfig
 from models.generation_settings import GenerationSettings, read_generation_settings
+from models.huggingface.folder import PARAMETER_PREFIX, code_files, write_folder
+from models.huggingface.proof import check_transformers, folder_logits
 from models.model_card import model_card
 from models.output_folder import is_complete, new_folder
 from models.parameter_groups import decays
-from models.proof import sample_tokens, streamed_logits
-from models.tensor_files import MAX_SHARD_BYTES, LazyTensor, LazyTensors, open_tensors
+from models.proof import SAMPLE_TEXT, sample_tokens, streamed_logits
+from models.tensor_files import (
+    MAX_SHARD_BYTES,
+    LazyTensor,
+    LazyTensors,
+    open_tensors,
+    save_tensors,
+)
 from models.weights import check_fits, load_config, write_model
+
+HUGGINGFACE_TOLERANCE = 1e-4
+"""Largest difference of logits in another process, relative to the largest logit."""
 
 Format = Literal["fenwick", "huggingface"]
 Dtype = Literal["fp32", "bf16"]
@@ -120,6 +131,8 @@ def export(
         FileNotFoundError, ValueError: no such model, or the output is something else's.
         ProofError: the written files compute something else; the output is not there then.
     """
+    if format == "huggingface":
+        check_transformers()
     output, source = Path(output), open_source(checkpoint)
     made_from: dict[str, Any] = {
         "format": format,
@@ -127,6 +140,8 @@ def export(
         "max_shard_bytes": max_shard_bytes,
         "source": source.sha256,
     }
+    if format == "huggingface":
+        made_from["code"] = hashlib.sha256("".join(code_files().values()).encode()).hexdigest()
     if is_complete(output, made_from):
         return Result(complete_before=True)
     stored = as_stored(source.tensors, dtype)
@@ -137,12 +152,18 @@ def export(
         exact = streamed_logits(source.config, source.tensors, tokens)
         rounding = float((exact - wanted).abs().max())
     with new_folder(output, made_from) as folder:
-        write_model(folder, stored, source.config, source.tokenizer, max_shard_bytes)
+        if format == "fenwick":
+            write_model(folder, stored, source.config, source.tokenizer, max_shard_bytes)
+        else:
+            _write_huggingface(folder, source, stored, dtype, max_shard_bytes)
         source.generation.save(folder)
         card = model_card(source.config, format, dtype, source.facts)
         write_atomically(folder / "README.md", card.encode())
-        found = streamed_logits(load_config(folder), open_tensors(folder), tokens)
-        difference = _difference(found, wanted, 0.0)
+        if format == "fenwick":
+            found = streamed_logits(load_config(folder), open_tensors(folder), tokens)
+            difference = _difference(found, wanted, 0.0)
+        else:
+            difference = _prove_huggingface(folder, source, tokens, wanted)
     return Result(False, difference, rounding, tokens.shape[1])
 
 
@@ -153,6 +174,37 @@ def as_stored(tensors: LazyTensors, dtype: Dtype) -> dict[str, LazyTensor]:
         name: tensor.to(matrices if decays(name) else torch.float32)
         for name, tensor in tensors.items()
     }
+
+
+def _write_huggingface(
+    folder: Path, source: Source, stored: LazyTensors, dtype: Dtype, max_shard_bytes: int
+) -> None:
+    renamed = {PARAMETER_PREFIX + name: tensor for name, tensor in stored.items()}
+    save_tensors(folder, renamed, max_shard_bytes)
+    if source.tokenizer is not None:
+        shutil.copyfile(source.tokenizer, folder / "tokenizer.model")
+    torch_dtype = "float32" if dtype == "fp32" else "bfloat16"
+    write_folder(
+        folder, source.config, source.generation, torch_dtype, source.tokenizer is not None
+    )
+
+
+def _prove_huggingface(
+    folder: Path, source: Source, tokens: torch.Tensor, wanted: torch.Tensor
+) -> float:
+    text = None if source.tokenizer is None else SAMPLE_TEXT
+    try:
+        found, ids = folder_logits(folder, tokens[0].tolist(), text)
+    except RuntimeError as error:
+        raise ProofError(f"{error}; nothing was kept") from None
+    if ids is not None and source.tokenizer is not None:
+        tokenizer = Tokenizer.load(source.tokenizer)
+        if ids != [tokenizer.bos_id, *tokenizer.encode(SAMPLE_TEXT)]:
+            raise ProofError(
+                "transformers' tokenizer gives other ids than the model's; nothing was kept"
+            )
+    # Another process may use another number of threads, which changes the order of sums.
+    return _difference(found, wanted, HUGGINGFACE_TOLERANCE * max(1.0, float(wanted.abs().max())))
 
 
 def _difference(found: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> float:

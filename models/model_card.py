@@ -101,7 +101,9 @@ def _training(facts: Mapping[str, Any] | None) -> str:
                 (f"{section}.{name}" if name else section, text)
                 for name, text in _leaves(run.get(section))
             ]
-    return _table(rows) if rows else "The training record beside the weights holds no known facts.\n"
+    return (
+        _table(rows) if rows else "The training record beside the weights holds no known facts.\n"
+    )
 
 
 def _leaves(value: Any) -> Iterator[tuple[str, str]]:

@@ -20,7 +20,7 @@ SAMPLE_TEXT = (
     "A river that floods every spring leaves a little mud on each field it crosses.\n"
     "The farmers keep three books: one for the water, one for the seed, one for the debts.\n"
     "def total(rows):\n\treturn sum(row.amount for row in rows if row.year > 1987)\n"
-    "\u00abCaf\u00e9\u00bb, na\u00efve, \u65e5\u672c\u8a9e, \U0001f600 and \u2581: 3.14159 != 22/7\n"
+    "\u00abCaf\u00e9\u00bb, na\u00efve, \u65e5\u672c\u8a9e, \U0001f600, \u2581: 3.14159 != 22/7\n"
 )
 SAMPLE_TOKENS = 192
 

@@ -1,1 +1,1 @@
-"""What an exported folder runs inside transformers; models/huggingface/code.py makes the files."""
+"""What an exported folder runs inside transformers; folder.py makes the files."""
