@@ -1,4 +1,4 @@
-"""Export and import: a model into a folder of its own, weights streamed, the result proven.
+"""Export: a model into a folder of its own, weights streamed, the result proven.
 
     fenwick        a model directory: config.json, weights in shards, tokenizer.model,
                    generation_config.json, README.md
@@ -34,7 +34,7 @@ from models.huggingface.proof import check_transformers, folder_logits
 from models.model_card import model_card
 from models.output_folder import is_complete, new_folder
 from models.parameter_groups import decays
-from models.proof import SAMPLE_TEXT, sample_tokens, streamed_logits
+from models.proof import SAMPLE_TEXT, ProofError, sample_tokens, streamed_logits
 from models.tensor_files import (
     MAX_SHARD_BYTES,
     LazyTensor,
@@ -49,10 +49,6 @@ HUGGINGFACE_TOLERANCE = 1e-4
 
 Format = Literal["fenwick", "huggingface"]
 Dtype = Literal["fp32", "bf16"]
-
-
-class ProofError(RuntimeError):
-    """What was written does not compute what the source computes."""
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,16 @@ from typing import Annotated
 
 import typer
 
-from models.export import Dtype, Format, ProofError, Result, export
+from models.export import Dtype, Format, Result, export
+from models.import_model import ImportFormat, import_model
+from models.proof import ProofError
 from models.tensor_files import MAX_SHARD_BYTES
 
 
 def register(app: typer.Typer) -> None:
     """Adds the commands to `python -m models`."""
     app.command(name="export")(export_command)
+    app.command(name="import")(import_command)
 
 
 def export_command(
@@ -33,6 +36,40 @@ def export_command(
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(1) from None
     _report(output, result)
+
+
+def import_command(
+    checkpoint: Annotated[Path, typer.Argument(help="A folder with config.json and weights.")],
+    output: Annotated[Path, typer.Argument(help="A model directory to make.")],
+    source_format: Annotated[
+        ImportFormat,
+        typer.Option("--from", help="Whose folder it is; huggingface: an export of ours."),
+    ] = "huggingface",
+    max_seq_len: Annotated[
+        int | None, typer.Option(help="Longest document, for models of others without levels.")
+    ] = None,
+    max_shard_bytes: Annotated[
+        int, typer.Option(help="Larger weights are cut into shards of this size.")
+    ] = MAX_SHARD_BYTES,
+) -> None:
+    """Make a model directory of an exported folder or of another code base's checkpoint."""
+    try:
+        result = import_model(
+            checkpoint,
+            output,
+            source_format,
+            max_seq_len=max_seq_len,
+            max_shard_bytes=max_shard_bytes,
+        )
+    except ProofError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+    if result.complete_before:
+        print(f"{output} is complete: nothing to do")
+        return
+    if result.note:
+        print(f"note: {result.note}")
+    print(f"wrote {output}: {result.tensors} tensors, every one equal to its source bit by bit")
 
 
 def _report(output: Path, result: Result) -> None:

@@ -25,6 +25,10 @@ SAMPLE_TEXT = (
 SAMPLE_TOKENS = 192
 
 
+class ProofError(RuntimeError):
+    """What was written is not, or does not compute, what was to be written."""
+
+
 def sample_tokens(config: ModelConfig, tokenizer_path: Path | None) -> Tensor:
     """[1, T] ids of the sample text, or numbers in their place where there is no tokenizer."""
     longest = min(SAMPLE_TOKENS, config.max_seq_len)

@@ -83,11 +83,15 @@ class FenwickForCausalLM(PreTrainedModel, GenerationMixin):
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Starting values of a model made from a config; nothing that was loaded is touched."""
-        if isinstance(module, LanguageModel) and not any(
-            getattr(parameter, "_is_hf_initialized", False) for parameter in module.parameters()
+        """Starting values of a model made from a config; nothing that was loaded is touched.
+
+        transformers asks for one module after the other, and not at all for modules that hold
+        others only; the embedding is in every model, so its turn is everybody's.
+        """
+        if module is self.model.embedding and not any(
+            getattr(parameter, "_is_hf_initialized", False) for parameter in self.parameters()
         ):
-            initialize(module, torch.initial_seed())
+            initialize(self.model, torch.initial_seed())
 
     def get_input_embeddings(self) -> nn.Module:
         return self.model.embedding

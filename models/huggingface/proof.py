@@ -70,6 +70,7 @@ def folder_logits(folder: Path, ids: list[int], text: str | None) -> tuple[Any, 
 def _main(request: dict[str, Any]) -> None:
     sys.path[:] = request["path"]
     import torch
+    import transformers
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -77,9 +78,8 @@ def _main(request: dict[str, Any]) -> None:
     if request["text"] is not None:
         tokenizer = AutoTokenizer.from_pretrained(request["folder"], trust_remote_code=True)
         tokens = tokenizer(request["text"]).input_ids
-    model = AutoModelForCausalLM.from_pretrained(
-        request["folder"], trust_remote_code=True, torch_dtype=torch.float32
-    )
+    fp32 = {"torch_dtype" if transformers.__version__ < "4.56" else "dtype": torch.float32}
+    model = AutoModelForCausalLM.from_pretrained(request["folder"], trust_remote_code=True, **fp32)
     with torch.no_grad():
         logits = model(torch.tensor([request["ids"]])).logits
     if reached := [name for name in OURS if name in sys.modules]:

@@ -39,9 +39,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa
 torch.set_num_threads(1)
 folder = request["folder"]
 tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
-model = AutoModelForCausalLM.from_pretrained(
-    folder, trust_remote_code=True, torch_dtype=torch.float32
-)
+model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)
 out = {"version": transformers.__version__}
 
 out["ids"] = [tokenizer(text, add_special_tokens=False).input_ids for text in request["texts"]]
@@ -94,7 +92,7 @@ with torch.no_grad():
             out["errors"].append(str(error))
 
     half = AutoModelForCausalLM.from_pretrained(
-        folder, trust_remote_code=True, torch_dtype=torch.bfloat16
+        folder, trust_remote_code=True, dtype=torch.bfloat16
     )
     out["half_dtypes"] = {name: str(p.dtype) for name, p in half.named_parameters()}
     out["half_logits"] = half(rows).logits.float().tolist()
