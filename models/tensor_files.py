@@ -110,18 +110,10 @@ def open_files(paths: Iterable[Path]) -> dict[str, LazyTensor]:
     for path in paths:
         if not path.is_file():
             raise FileNotFoundError(f"weights {path} do not exist")
-        file = reader.open(path)
-        for name in file.keys():  # noqa: SIM118
-            if name in tensors:
-                raise ValueError(f"{path} holds {name}, which another file holds too")
-            part = file.get_slice(name)
-            dtype = _DTYPES.get(part.get_dtype())
-            if dtype is None:
-                raise ValueError(
-                    f"{path} holds {name} as {part.get_dtype()}; expected one of "
-                    f"{', '.join(_DTYPES)}"
-                )
-            tensors[name] = LazyTensor(tuple(part.get_shape()), dtype, _loader(reader, path, name))
+        found = _tensors_of(reader, path)
+        if twice := sorted(found.keys() & tensors.keys()):
+            raise ValueError(f"{path} holds {twice[0]}, which another file holds too")
+        tensors |= found
     return tensors
 
 
@@ -174,6 +166,20 @@ class _OneFile:
                 raise ValueError(f"{path} is damaged: {error}") from None
             self._path = path
         return self._file
+
+
+def _tensors_of(reader: _OneFile, path: Path) -> dict[str, LazyTensor]:
+    file = reader.open(path)
+    tensors = {}
+    for name in file.keys():  # noqa: SIM118
+        part = file.get_slice(name)
+        dtype = _DTYPES.get(part.get_dtype())
+        if dtype is None:
+            raise ValueError(
+                f"{path} holds {name} as {part.get_dtype()}; expected one of {', '.join(_DTYPES)}"
+            )
+        tensors[name] = LazyTensor(tuple(part.get_shape()), dtype, _loader(reader, path, name))
+    return tensors
 
 
 def _loader(reader: _OneFile, path: Path, name: str) -> Callable[[], Tensor]:
