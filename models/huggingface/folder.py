@@ -15,14 +15,13 @@ from typing import Any
 
 from models.config import ModelConfig
 from models.generation_settings import GenerationSettings
-from models.huggingface.merge import merge
+from models.huggingface.merge import ROOT, merge
 from models.weights import FORMAT_VERSION
 
-CONFIGURATION, MODELING, TOKENIZATION = (
-    "configuration_fenwick",
-    "modeling_fenwick",
-    "tokenization_fenwick",
-)
+CONFIGURATION = "configuration_fenwick"
+MODELING = "modeling_fenwick"
+TOKENIZATION = "tokenization_fenwick"
+GPU_KERNELS = "kernels_fenwick"
 PARAMETER_PREFIX = "model."
 """FenwickForCausalLM names its parameters model.<name in LanguageModel>."""
 _HEADER = '''"""{title}
@@ -56,7 +55,11 @@ def code_files() -> dict[str, str]:
     Raises:
         ValueError: our modules cannot be merged; the message names what stands in the way.
     """
-    siblings = {"models.huggingface.configuration": CONFIGURATION}
+    kernels = gpu_modules(ROOT / "kernels")
+    siblings = {
+        "models.huggingface.configuration": CONFIGURATION,
+        **dict.fromkeys(kernels, GPU_KERNELS),
+    }
     rewrites = {"models.config": _plain_config}
     roots = {
         CONFIGURATION: ("configuration", "Configuration of the model.", "transformers"),
@@ -73,9 +76,29 @@ def code_files() -> dict[str, str]:
     }
     files = {}
     for file_name, (module, title, needs) in roots.items():
-        source = merge(f"models.huggingface.{module}", siblings, rewrites)
+        source = merge([f"models.huggingface.{module}"], siblings, rewrites)
         files[f"{file_name}.py"] = _HEADER.format(title=title, needs=needs) + source
+    if kernels:
+        source = merge(kernels, {}, rewrites)
+        header = _HEADER.format(title="Kernels for GPUs.", needs="torch and triton")
+        files[f"{GPU_KERNELS}.py"] = header + source
     return files
+
+
+def gpu_modules(folder: Path) -> list[str]:
+    """Modules of the folder that import Triton and are asked for by others that do not.
+
+    They get a file of their own, imported where they are used, for Triton is not everywhere.
+    """
+    imports = {}
+    for path in sorted(folder.rglob("*.py")):
+        name = ".".join([folder.name, *path.relative_to(folder).with_suffix("").parts])
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        imports[name] = {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
+        imports[name] |= {a.name for n in tree.body if isinstance(n, ast.Import) for a in n.names}
+    with_triton = {name for name, others in imports.items() if "triton" in others}
+    asked_for = {m for name, others in imports.items() if name not in with_triton for m in others}
+    return sorted(with_triton & asked_for)
 
 
 def write_folder(

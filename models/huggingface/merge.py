@@ -11,9 +11,10 @@ Private names that clash are told apart by their module's name.
 import ast
 import builtins
 import io
+import re
 import symtable
 import tokenize
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,6 +33,7 @@ class _Statement:
     text: str
     defines: set[str]
     uses: set[str]
+    local_imports: set[str]
 
 
 @dataclass
@@ -48,33 +50,38 @@ class _Module:
         return next((s for s in self.statements if name in s.defines), None)
 
 
-def merge(root: str, siblings: Mapping[str, str], rewrites: Mapping[str, Rewrite]) -> str:
-    """The source of `root` with everything of ours that it needs.
+def merge(
+    roots: Sequence[str], siblings: Mapping[str, str], rewrites: Mapping[str, Rewrite]
+) -> str:
+    """The source of the roots with everything of ours that they need.
 
     Args:
-        root: name of the module to start from; all of it is kept.
+        roots: names of the modules to start from; all of them is kept.
         siblings: modules that become files beside the result: module -> file name without .py.
+            They alone may be imported inside functions.
         rewrites: modules whose source is changed before it is read.
 
     Raises:
         ValueError: the modules cannot be put together; the message says which name is why.
     """
-    return _Merge(root, siblings, rewrites).source()
+    return _Merge(roots, siblings, rewrites).source()
 
 
 class _Merge:
     def __init__(
-        self, root: str, siblings: Mapping[str, str], rewrites: Mapping[str, Rewrite]
+        self, roots: Sequence[str], siblings: Mapping[str, str], rewrites: Mapping[str, Rewrite]
     ) -> None:
-        self.root, self.siblings, self.rewrites = root, siblings, rewrites
+        self.roots, self.siblings, self.rewrites = roots, siblings, rewrites
         self.modules: dict[str, _Module] = {}
         self.kept: dict[str, set[int]] = {}  # module -> indices of its statements
         self.external: dict[str, Import] = {}  # by the name that they bind
-        self._keep_module(root)
+        for root in roots:
+            self._keep_module(root)
 
     def source(self) -> str:
         order: list[str] = []
-        self._place(self.root, order)
+        for root in self.roots:
+            self._place(root, order)
         renames = self._renames(order)
         parts = []
         for name in order:
@@ -107,6 +114,14 @@ class _Merge:
         if index in kept:
             return
         kept.add(index)
+        for inner in sorted(statement.local_imports):
+            if inner not in self.siblings:
+                raise ValueError(
+                    f"{module.name} imports {inner} inside {', '.join(sorted(statement.defines))}: "
+                    "such an import would reach outside the file; import it at the top"
+                )
+            here = re.compile(rf"\bfrom {re.escape(inner)} import\b")
+            statement.text = here.sub(f"from .{self.siblings[inner]} import", statement.text)
         for name in sorted(statement.uses):
             self._need(module, name)
 
@@ -182,10 +197,9 @@ def _read(name: str, rewrite: Rewrite | None) -> _Module:
             if index and module.statements:  # text under a constant that describes it
                 module.statements[-1].text += "\n" + text
         elif _defined(node) != {"__all__"}:
-            _refuse_local_imports(name, node)
             uses = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
             uses |= set(_names_in_annotations(node))
-            module.statements.append(_Statement(text, _defined(node), uses))
+            module.statements.append(_Statement(text, _defined(node), uses, _local_imports(node)))
     return module
 
 
@@ -218,13 +232,14 @@ def _defined(node: ast.stmt) -> set[str]:
     }
 
 
-def _refuse_local_imports(name: str, node: ast.stmt) -> None:
-    for inner in ast.walk(node):
-        if isinstance(inner, ast.ImportFrom) and (inner.module or "").split(".")[0] in OURS:
-            raise ValueError(
-                f"{name} imports {inner.module} inside {next(iter(_defined(node)), 'a statement')}:"
-                " such an import would reach outside the file; import it at the top"
-            )
+def _local_imports(node: ast.stmt) -> set[str]:
+    """Modules of ours that are imported inside the statement."""
+    return {
+        inner.module
+        for inner in ast.walk(node)
+        if isinstance(inner, ast.ImportFrom) and (inner.module or "").split(".")[0] in OURS
+        if inner.module
+    }
 
 
 def _names_in_annotations(node: ast.stmt) -> Iterator[str]:

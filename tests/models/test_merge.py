@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from models.huggingface import merge as merge_module
-from models.huggingface.folder import code_files
+from models.huggingface.folder import code_files, gpu_modules
 from models.huggingface.merge import merge
 
 ALLOWED = {"torch", "transformers", "sentencepiece", "numpy"}
@@ -39,7 +39,7 @@ def test_only_what_is_needed_is_kept_in_the_order_of_dependencies(tree: Path) ->
         kernels__b="from kernels.a import ONE\n\ndef two():\n    return ONE + 1\n",
         models__c="from kernels.b import two\n\nTHREE = two() + 1\n",
     )
-    merged = merge("models.c", {}, {})
+    merged = merge(["models.c"], {}, {})
     assert run(merged)["THREE"] == 3
     assert '# why\nONE = 1\n"""What it is."""' in merged
     assert "unused" not in merged
@@ -55,7 +55,7 @@ def test_private_names_that_clash_are_told_apart(tree: Path) -> None:
         + part.format("_help", 2)
         + "\ndef g(x):\n    return f(x) * 100 + _help(x)\n",
     )
-    names = run(merge("models.b", {}, {}))
+    names = run(merge(["models.b"], {}, {}))
 
     class X:
         _help = 5
@@ -95,7 +95,25 @@ def test_what_would_change_the_meaning_is_refused(
     write(tree, models__c=f"from kernels.b import {name}\nZ = {name}\n", models__d=root + uses)
     write(tree, models__e="from models.c import Z\nfrom models.d import Y\nW = (Z, Y)\n")
     with pytest.raises(ValueError, match=message):
-        merge("models.e", {}, {})
+        merge(["models.e"], {}, {})
+
+
+def test_modules_that_need_triton_get_a_file_of_their_own(tree: Path) -> None:
+    write(
+        tree,
+        kernels__shared="def twice(x):\n    return 2 * x\n",
+        kernels__fast="import triton\nfrom kernels.shared import twice\n\nFAST = twice(4)\n",
+        kernels__bench="import triton\n\nBENCH = triton\n",
+        kernels__op="from kernels.shared import twice\n\ndef op(fast):\n    if fast:\n"
+        "        from kernels.fast import FAST\n        return FAST\n    return twice(3)\n",
+    )
+    found = gpu_modules(tree / "kernels")
+    assert found == ["kernels.fast"]
+    main = merge(["kernels.op"], dict.fromkeys(found, "kernels_fenwick"), {})
+    assert "        from .kernels_fenwick import FAST\n" in main
+    assert "triton" not in main
+    assert run(main)["op"](False) == 6  # type: ignore[operator]
+    assert run(merge(found, {}, {}).replace("import triton\n", ""))["FAST"] == 8
 
 
 def test_generated_files_import_nothing_of_ours() -> None:
