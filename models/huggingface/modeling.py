@@ -78,8 +78,10 @@ class FenwickForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config: FenwickConfig) -> None:
         super().__init__(config)
         self.model = LanguageModel(ModelConfig.model_validate(config.fenwick.get("model")))
-        kept = {_last_part(name) for name, _ in self.model.named_parameters() if not decays(name)}
-        self._keep_in_fp32_modules_strict = sorted(kept)
+        kept = {n: p for n, p in self.model.named_parameters() if not decays(n)}
+        for parameter in kept.values():  # made in the dtype of the matrices where that is set
+            parameter.data = parameter.data.float()
+        self._keep_in_fp32_modules_strict = sorted({_last_part(name) for name in kept})
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 device = sys.argv[1] if len(sys.argv) > 1 else "cpu"
-T = int(sys.argv[2]) if len(sys.argv) > 2 else (60 if device == "cpu" else 1000)
+T = int(sys.argv[2]) if len(sys.argv) > 2 else (60 if device == "cpu" else 1024)
 if device == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))

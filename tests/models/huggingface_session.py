@@ -102,7 +102,11 @@ with torch.no_grad():
 config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
 torch.manual_seed(5)
 fresh = AutoModelForCausalLM.from_config(config, trust_remote_code=True)
-out["fresh_logits_are_finite"] = bool(fresh(rows).logits.isfinite().all())
+half = AutoModelForCausalLM.from_config(config, trust_remote_code=True, dtype=torch.bfloat16)
+out["fresh_logits_are_finite"] = [
+    bool(made(rows).logits.isfinite().all()) for made in (fresh, half)
+]
+out["fresh_dtypes"] = sorted({str(parameter.dtype) for parameter in half.parameters()})
 out["fresh_differs"] = not torch.equal(fresh.model.embedding.weight, model.model.embedding.weight)
 out["config"] = [config.vocab_size, config.hidden_size, config.max_position_embeddings]
 model.save_pretrained(request["scratch"] + "/model")

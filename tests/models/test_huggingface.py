@@ -171,7 +171,8 @@ def test_bf16_keeps_gates_in_fp32(session: Session) -> None:
 
 
 def test_a_model_made_from_the_config_is_initialised(session: Session) -> None:
-    assert session.seen["fresh_logits_are_finite"]
+    assert session.seen["fresh_logits_are_finite"] == [True, True]
+    assert session.seen["fresh_dtypes"] == ["torch.bfloat16", "torch.float32"]
     assert session.seen["fresh_differs"]
 
 
