@@ -89,9 +89,14 @@ def read_settings(directory: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"no checkpoint in {directory}: expected a folder with config.json")
     try:
-        settings = json.loads(path.read_bytes())
+        settings = json.loads(path.read_bytes(), object_hook=_number)
     except ValueError:
         settings = None
     if not isinstance(settings, dict):
         raise ValueError(f"{path} is not a JSON object")
     return settings
+
+
+def _number(value: dict[str, Any]) -> Any:
+    """transformers 5 writes what JSON has no number for as {"__float__": "Infinity"}."""
+    return float(value["__float__"]) if value.keys() == {"__float__"} else value

@@ -64,7 +64,7 @@ def folder_logits(folder: Path, ids: list[int], text: str | None) -> tuple[Any, 
         if done.returncode:
             said = done.stderr.strip().splitlines() or ["nothing"]
             raise RuntimeError(f"transformers does not load what was written: {said[-1]}")
-        return load_file(output)["logits"], json.loads(done.stdout)
+        return load_file(output)["logits"], json.loads(done.stdout.splitlines()[-1])
 
 
 def _main(request: dict[str, Any]) -> None:

@@ -91,7 +91,7 @@ class Session:
             text=True,
         )
         assert done.returncode == 0, done.stderr[-2000:]
-        self.seen: dict[str, Any] = json.loads(done.stdout)
+        self.seen: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
         self.scratch = folder
 
 

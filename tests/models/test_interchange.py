@@ -96,7 +96,7 @@ def gated_deltanet_shapes(log_linear: bool) -> dict[str, tuple[int, ...]]:
 FOREIGN: dict[str, tuple[str, dict[str, Any], dict[str, tuple[int, ...]], str]] = {
     "fla-mamba2": (
         "fla",
-        {"model_type": "mamba2", **MAMBA2},
+        {"model_type": "mamba2", **MAMBA2, "dt_limit": [0.0, {"__float__": "Infinity"}]},
         mamba2_shapes(False),
         "mamba2",
     ),
