@@ -21,6 +21,7 @@ from models.accounting import (
 )
 from models.checkpoint_directory import resolve
 from models.config import PRESETS, ModelConfig
+from models.export_command import register as register_export
 from models.generate import generate as generate_tokens
 from models.language_model import LanguageModel
 from models.weights import load_config, load_model
@@ -34,6 +35,7 @@ app = typer.Typer(
     add_completion=False,
 )
 console = Console()
+register_export(app)
 
 
 @app.command()
