@@ -79,11 +79,15 @@ def publish(dataset: Path, manifest: Manifest, tokenizer_model: bytes | None) ->
 def write_atomically(path: Path, content: bytes) -> None:
     """Replace `path` by a file that holds all of `content`, or leave it as it is."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)  # a full disk shall not be filled by what failed
+        raise
 
 
 def _refuse_foreign(dataset: Path) -> None:

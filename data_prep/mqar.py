@@ -28,6 +28,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 IGNORED = -100
+MAX_VOCAB_SIZE = 1 << 20  # drawing a block takes four bytes a row and id
 BLOCK_ROWS = 512  # drawn together: bounds memory, and row n of a seed is the same for any row count
 SPLIT_STREAM = {"train": 0, "validation": 1, "test": 2}
 
@@ -51,11 +52,11 @@ class MqarTask:
                 f"number of at least {4 * self.pairs} (4 * pairs); raise it or lower pairs"
             )
         smallest = max(self.seq_len + 1, 2 * self.pairs + 2)
-        if self.vocab_size % 2 or self.vocab_size < smallest:
+        if self.vocab_size % 2 or not smallest <= self.vocab_size <= MAX_VOCAB_SIZE:
             raise ValueError(
                 f"vocab-size does not fit: got {self.vocab_size}; expected an even number of at "
                 f"least {smallest + smallest % 2} (more than seq-len, with room for {self.pairs} "
-                "keys in the lower half); raise it"
+                f"keys in the lower half) and at most {MAX_VOCAB_SIZE}; change it"
             )
         if not 0 < self.power <= 1:
             raise ValueError(f"power is out of range: got {self.power}; expected 0 < power <= 1")

@@ -23,6 +23,10 @@ from models.weights import load_model
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
+class EvaluationFailed(Exception):
+    """What went wrong after every check had passed, in one line."""
+
+
 @app.command()
 def evaluate(
     checkpoint: Annotated[Path, typer.Argument(help="A run, a step folder or a model directory.")],
@@ -74,21 +78,29 @@ def evaluate(
     )
     where = parse_device(device)
     model_dir = resolve(checkpoint)
+    subject = load_subject(model_dir, where)
     described = report.describe(model_dir)
+    run = report.run_of(model_dir)
     output = report.default_output(model_dir) if output is None else output
     earlier = report.earlier_results(output, described)
-    subject = load_subject(model_dir, where)
-    run = report.run_of(model_dir)
+    report.check_writable(output.parent)
+    if run is not None:
+        report.check_writable(report.scalars_folder(run))
+    for name in chosen:
+        TASKS[name].check(subject, options)
 
     results: list[Result] = []
-    for name in chosen:
-        print(f"{name} on {model_dir}", file=sys.stderr, flush=True)
-        new = TASKS[name](subject, options)
-        results += new
-        # After every task, so that a long evaluation that is stopped keeps what it has.
-        report.write_results(output, described, earlier, results)
-        if run is not None:
-            report.write_scalars(run, described["step"], new)
+    try:
+        for name in chosen:
+            print(f"{name} on {model_dir}", file=sys.stderr, flush=True)
+            new = TASKS[name].run(subject, options)
+            results += new
+            # After every task, so that a long evaluation that is stopped keeps what it has.
+            report.write_results(output, described, earlier, results)
+            if run is not None:
+                report.write_scalars(run, described["step"], new)
+    except (OSError, ValueError) as error:
+        raise EvaluationFailed(one_line(error)) from error
     for table in report.tables(results):
         Console().print(table)
     print(f"results: {output}")
@@ -135,9 +147,8 @@ def load_subject(model_dir: Path, device: str) -> Subject:
     if tokenizer is not None and tokenizer.vocab_size > model.config.vocab_size:
         raise ValueError(
             f"tokenizer is larger than the model's vocabulary: got {tokenizer.vocab_size} ids in "
-            f"{path}; "
-            f"expected at most {model.config.vocab_size}; use the tokenizer that the model was "
-            "trained with"
+            f"{path}; expected at most {model.config.vocab_size}; use the tokenizer that the model "
+            "was trained with"
         )
     return Subject(
         model=model,
@@ -148,8 +159,16 @@ def load_subject(model_dir: Path, device: str) -> Subject:
     )
 
 
+def one_line(error: OSError | ValueError) -> str:
+    """The message; the system's own refusals of a file get the form of the others."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"cannot read {error.filename}: {error.strerror}"
+    return str(error)
+
+
 def main() -> None:
-    """The command line: user errors become one line and exit code 2."""
+    """The command line; one line and exit code 2 for what is refused before the first task, 1 for
+    what fails later."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     try:
         app()
@@ -159,8 +178,11 @@ def main() -> None:
             print(f"error: {place}: {problem['msg']}: got {problem['input']!r}", file=sys.stderr)
         sys.exit(2)
     except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {one_line(error)}", file=sys.stderr)
         sys.exit(2)
+    except EvaluationFailed as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
     except RuntimeError as error:
         print(f"error: evaluation failed: {error}".splitlines()[0], file=sys.stderr)
         sys.exit(1)

@@ -30,8 +30,12 @@ from eval.scoring import Score, row_batches, score
 VERSION = 1
 
 
-def mqar(subject: Subject, options: Options) -> list[Result]:
-    """All metrics of the module's text for the split `options.split` of `options.dataset`."""
+def check(subject: Subject, options: Options) -> None:
+    """Refuse a missing, damaged or foreign data set, and rows that the model cannot read."""
+    _open_rows(subject, options).verify()
+
+
+def _open_rows(subject: Subject, options: Options) -> Rows:
     if options.dataset is None:
         raise ValueError(
             "task mqar has no data set: got no --dataset; expected the output of "
@@ -41,17 +45,22 @@ def mqar(subject: Subject, options: Options) -> list[Result]:
     if manifest.kind != "mqar":
         raise ValueError(
             f"task mqar reads MQAR rows: got a data set of kind {manifest.kind!r} in "
-            f"{options.dataset}; "
-            "expected kind 'mqar'; make one with `python -m data_prep synth mqar`"
+            f"{options.dataset}; expected kind 'mqar'; make one with "
+            "`python -m data_prep synth mqar`"
         )
     if manifest.vocab_size > subject.vocab_size:
         raise ValueError(
             f"data set vocabulary is larger than the model's: got {manifest.vocab_size} in "
-            f"{options.dataset}; "
-            f"expected at most {subject.vocab_size}; make the rows with a smaller --vocab-size"
+            f"{options.dataset}; expected at most {subject.vocab_size}; make the rows with a "
+            "smaller --vocab-size"
         )
     subject.check_length(f"a row of {options.dataset}", manifest.row_tokens)
-    rows = Rows(options.dataset, options.split)
+    return Rows(options.dataset, options.split)
+
+
+def mqar(subject: Subject, options: Options) -> list[Result]:
+    """All metrics of the module's text for the split `options.split` of `options.dataset`."""
+    rows = _open_rows(subject, options)
     triples = (
         (row.tokens, row.labels, row.document_starts)
         for row in map(rows.__getitem__, range(len(rows)))
@@ -64,8 +73,8 @@ def mqar(subject: Subject, options: Options) -> list[Result]:
     settings = {
         "dataset": str(options.dataset),
         "split": options.split,
-        "row_tokens": manifest.row_tokens,
-        "vocab_size": manifest.vocab_size,
+        "row_tokens": rows.manifest.row_tokens,
+        "vocab_size": rows.manifest.vocab_size,
     }
     results = []
     for pairs, group in sorted(by_pairs.items()):

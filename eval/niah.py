@@ -63,6 +63,17 @@ DEPTH_QUARTERS = ((0, 25), (25, 50), (50, 75), (75, 100))
 
 
 @dataclass(frozen=True, slots=True)
+class Needle:
+    """What a prompt hides under which key, a value that it does not hide, and where among the
+    lines the needle stands (0 top .. 1 bottom)."""
+
+    key: str
+    value: str
+    absent: str
+    where: float
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
     """One prompt: its ids with BOS, the number it hides, one that it does not, and where (0 top
     .. 1 bottom)."""
@@ -84,41 +95,52 @@ def prompt_text(key: str, value: str, lines: int, position: int) -> str:
     return "\n".join([PREFACE, *haystack, f"{question} {answer}"])
 
 
-def make_samples(
-    tokenizer: Tokenizer, *, length: int, answer_tokens: int, samples: int, seed: int
-) -> list[Sample]:
-    """Samples that fill `length` tokens to within one noise line. ValueError where not even one
-    line fits."""
+def draw_needles(*, length: int, samples: int, seed: int) -> list[Needle]:
+    """The random part of the samples of one length."""
     # One stream per length: samples of one length do not depend on which others were asked for.
     rng = random.Random(f"S-NIAH-1 {seed} {length}")
-    budget = length - answer_tokens
-    lines = max(1, budget // max(1, len(tokenizer.encode(NOISE + "\n"))))
-    out = []
+    needles = []
     for _ in range(samples):
         key = f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}"
         value, absent = (str(n) for n in rng.sample(range(1_000_000, 10_000_000), 2))
-        where = rng.random()
+        needles.append(Needle(key, value, absent, rng.random()))
+    return needles
 
-        def tokens_with(
-            n: int, key: str = key, value: str = value, where: float = where
-        ) -> list[int]:
-            prompt = prompt_text(key, value, n, round(where * n))
-            return [tokenizer.bos_id, *tokenizer.encode(prompt)]
 
-        while len(tokens_with(lines + 1)) <= budget:
+def _prompt(needle: Needle, lines: int) -> str:
+    return prompt_text(needle.key, needle.value, lines, round(needle.where * lines))
+
+
+def _prompt_tokens(tokenizer: Tokenizer, needle: Needle, lines: int) -> list[int]:
+    return [tokenizer.bos_id, *tokenizer.encode(_prompt(needle, lines))]
+
+
+def _value_tokens(tokenizer: Tokenizer, value: str) -> list[int]:
+    return tokenizer.encode(f" {value}")
+
+
+def make_samples(
+    tokenizer: Tokenizer, *, length: int, answer_tokens: int, samples: int, seed: int
+) -> list[Sample]:
+    """Samples that fill `length` tokens to within one noise line. `check` has refused a length in
+    which a prompt of one line does not fit."""
+    budget = length - answer_tokens
+    lines = max(1, budget // max(1, len(tokenizer.encode(NOISE + "\n"))))
+    out = []
+    for needle in draw_needles(length=length, samples=samples, seed=seed):
+        while len(_prompt_tokens(tokenizer, needle, lines + 1)) <= budget:
             lines += 1
-        while lines > 0 and len(tokens_with(lines)) > budget:
+        while lines > 1 and len(_prompt_tokens(tokenizer, needle, lines)) > budget:
             lines -= 1
-        if lines == 0:
-            raise ValueError(
-                f"NIAH length is too short: got {length} tokens; expected at least "
-                f"{len(tokens_with(1)) + answer_tokens} (prompt with one line, and "
-                f"{answer_tokens} to answer); "
-                "use a larger --lengths or a smaller --answer-tokens"
+        out.append(
+            Sample(
+                prompt=_prompt(needle, lines),
+                tokens=_prompt_tokens(tokenizer, needle, lines),
+                value=needle.value,
+                absent=needle.absent,
+                depth=round(needle.where * lines) / lines,
             )
-        position = round(where * lines)
-        prompt = prompt_text(key, value, lines, position)
-        out.append(Sample(prompt, tokens_with(lines), value, absent, position / lines))
+        )
     return out
 
 
@@ -128,24 +150,44 @@ def contains(answer: str, value: str) -> bool:
     return value.lower() in re.sub(r"[\x00-\x1f]", "\n", answer).strip().lower()
 
 
+def check(subject: Subject, options: Options) -> None:
+    """Refuse a model without tokenizer, and lengths that the model cannot read or that cannot hold
+    every prompt with one noise line."""
+    tokenizer = subject.need_tokenizer("niah")
+    for length in _lengths(subject, options):
+        subject.check_length("NIAH length", length)
+        budget = length - options.answer_tokens
+        needles = draw_needles(length=length, samples=options.samples, seed=options.seed)
+        shortest = max(len(_prompt_tokens(tokenizer, needle, 1)) for needle in needles)
+        if shortest > budget:
+            raise ValueError(
+                f"NIAH length is too short: got {length} tokens; expected at least "
+                f"{shortest + options.answer_tokens} (prompt with one line, and "
+                f"{options.answer_tokens} to answer); use a larger --lengths or a smaller "
+                "--answer-tokens"
+            )
+        # The teacher-forced value stands after the prompt too, and may be longer than an answer.
+        values = (value for needle in needles for value in (needle.value, needle.absent))
+        longest = max(len(_value_tokens(tokenizer, value)) for value in values)
+        subject.check_length("NIAH prompt with its value", budget + longest - 1)
+
+
+def _lengths(subject: Subject, options: Options) -> tuple[int, ...]:
+    return options.lengths or (subject.max_seq_len,)
+
+
 def niah(subject: Subject, options: Options) -> list[Result]:
     """All metrics of the module's text for every length of `options.lengths`."""
     tokenizer = subject.need_tokenizer("niah")
     results = []
-    lengths = options.lengths or (subject.max_seq_len,)
-    for length in lengths:  # all of them before the first is run: a wrong one is refused at once
-        subject.check_length("NIAH length", length)
-    sets = {
-        length: make_samples(
+    for length in _lengths(subject, options):
+        samples = make_samples(
             tokenizer,
             length=length,
             answer_tokens=options.answer_tokens,
             samples=options.samples,
             seed=options.seed,
         )
-        for length in lengths
-    }
-    for length, samples in sets.items():
         completions = complete(
             subject.model,
             [sample.tokens for sample in samples],
@@ -190,9 +232,8 @@ def teacher_forced(
     windows = []
     for sample in samples:
         for number in (sample.value, sample.absent):
-            target = tokenizer.encode(f" {number}")
+            target = _value_tokens(tokenizer, number)
             windows.append(Window([*sample.tokens, *target[:-1]], target))
-            subject.check_length("NIAH prompt with its value", len(windows[-1].inputs))
     batches = window_batches(windows, options.batch_tokens)
     scores: list[Score] = list(
         track(
@@ -223,5 +264,10 @@ def _result(metric: str, values: np.ndarray, unit: str, length: int, options: Op
         unit=unit,
         count=n,
         standard_error=None if n < 2 else float(values.std(ddof=1)) / math.sqrt(n),
-        settings={"length": length, "answer_tokens": options.answer_tokens, "seed": options.seed},
+        settings={
+            "length": length,
+            "answer_tokens": options.answer_tokens,
+            "samples": options.samples,
+            "seed": options.seed,
+        },
     )

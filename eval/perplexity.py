@@ -38,6 +38,7 @@ from eval.result import Options, Result, Subject
 from eval.scoring import (
     IGNORE,
     Score,
+    check_stride,
     exponential,
     mean_and_error,
     rolling_windows,
@@ -51,14 +52,26 @@ from eval.text_files import read_bytes, read_text
 VERSION = 1
 
 
-def perplexity(subject: Subject, options: Options) -> list[Result]:
-    """nll_per_token, perplexity and bits_per_byte of the texts, of the data set split, or of
-    both."""
+def check(subject: Subject, options: Options) -> None:
+    """Refuse missing or unreadable text, another tokenizer's data set, windows and rows that the
+    model cannot read."""
     if not options.texts and options.dataset is None:
         raise ValueError(
             "task perplexity has no text: got neither --text nor --dataset; expected one of them; "
             "add --text FILE or --dataset DATASET"
         )
+    if options.texts:
+        subject.need_tokenizer("perplexity")
+        window_and_stride(subject, options)
+        for path in options.texts:
+            read_text(path)
+    if options.dataset is not None:
+        _open_rows(subject, options, options.dataset).verify()
+
+
+def perplexity(subject: Subject, options: Options) -> list[Result]:
+    """nll_per_token, perplexity and bits_per_byte of the texts, of the data set split, or of
+    both."""
     results = []
     if options.texts:
         results += text_perplexity(subject, options)
@@ -71,9 +84,7 @@ def score_documents(
     subject: Subject, documents: list[list[int]], prefix: int, options: Options, what: str
 ) -> list[Score]:
     """One Score per document; documents never share a window. Empty documents score nothing."""
-    window = subject.max_seq_len if options.window is None else options.window
-    subject.check_length("the scoring window", window)
-    stride = window if options.stride is None else options.stride
+    window, stride = window_and_stride(subject, options)
     windows = [list(rolling_windows(d, prefix, window=window, stride=stride)) for d in documents]
     flat = [w for document in windows for w in document]
     batches = window_batches(flat, options.batch_tokens)
@@ -81,14 +92,20 @@ def score_documents(
     return [total(next(scores) for _ in document) for document in windows]
 
 
+def window_and_stride(subject: Subject, options: Options) -> tuple[int, int]:
+    """Tokens that a window of a rolling score reads and tokens that it scores; ValueError where
+    they do not fit the model or each other."""
+    window = subject.max_seq_len if options.window is None else options.window
+    subject.check_length("the scoring window", window)
+    stride = window if options.stride is None else options.stride
+    check_stride(window, stride)
+    return window, stride
+
+
 def window_settings(subject: Subject, options: Options) -> dict[str, int | str]:
     """The settings of a rolling score that change its value."""
-    window = subject.max_seq_len if options.window is None else options.window
-    return {
-        "window": window,
-        "stride": window if options.stride is None else options.stride,
-        "bos": "first window of each document",
-    }
+    window, stride = window_and_stride(subject, options)
+    return {"window": window, "stride": stride, "bos": "first window of each document"}
 
 
 def text_perplexity(subject: Subject, options: Options) -> list[Result]:
@@ -103,8 +120,7 @@ def text_perplexity(subject: Subject, options: Options) -> list[Result]:
     return _results(scores, sum(len(read_bytes(path)) for path in options.texts), settings)
 
 
-def dataset_perplexity(subject: Subject, options: Options, dataset: Path) -> list[Result]:
-    """Perplexity of a split of a packed data set; see the module's text."""
+def _open_rows(subject: Subject, options: Options, dataset: Path) -> Rows:
     tokenizer = subject.need_tokenizer("perplexity")
     manifest = read_manifest(dataset)
     if manifest.kind != "text":
@@ -115,15 +131,19 @@ def dataset_perplexity(subject: Subject, options: Options, dataset: Path) -> lis
     if manifest.tokenizer_sha256 != tokenizer.sha256:
         raise ValueError(
             f"tokenizers differ: got data set {dataset} packed with {manifest.tokenizer_sha256}; "
-            "expected "
-            f"the model's tokenizer {tokenizer.sha256}; pack the data with the model's "
+            f"expected the model's tokenizer {tokenizer.sha256}; pack the data with the model's "
             "tokenizer.model"
         )
     subject.check_length(f"a row of {dataset}", manifest.row_tokens)
-    rows = Rows(dataset, options.split)
-    byte_lengths = tokenizer.token_bytes
+    return Rows(dataset, options.split)
+
+
+def dataset_perplexity(subject: Subject, options: Options, dataset: Path) -> list[Result]:
+    """Perplexity of a split of a packed data set; see the module's text."""
+    rows = _open_rows(subject, options, dataset)
+    byte_lengths = subject.need_tokenizer("perplexity").token_bytes
     scored_bytes = 0
-    frequencies = np.zeros(manifest.vocab_size, dtype=np.int64)
+    frequencies = np.zeros(rows.manifest.vocab_size, dtype=np.int64)
 
     def counted() -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         nonlocal scored_bytes
@@ -141,7 +161,7 @@ def dataset_perplexity(subject: Subject, options: Options, dataset: Path) -> lis
     settings = {
         "dataset": str(dataset),
         "split": options.split,
-        "row_tokens": manifest.row_tokens,
+        "row_tokens": rows.manifest.row_tokens,
         "bos": "as packed: first token of each document",
     }
     results = _results(scores, scored_bytes, settings)

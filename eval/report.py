@@ -14,8 +14,11 @@ so training may go on writing to its own.
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -31,6 +34,7 @@ from models.checkpoint_directory import (
     read_manifest,
     write_atomically,
 )
+from models.tensor_files import INDEX_NAME, WEIGHTS_NAME
 
 FORMAT_VERSION = 1
 FILE_NAME = "results.json"
@@ -51,16 +55,52 @@ def default_output(model_dir: Path) -> Path:
     return run / "eval" / model_dir.name / FILE_NAME
 
 
+def scalars_folder(run: Path) -> Path:
+    """The TensorBoard run of a run's evaluations."""
+    return run / "tensorboard" / "eval"
+
+
 def describe(model_dir: Path) -> dict[str, Any]:
-    """Which model was evaluated: path, step (None outside a run), and what its bytes are."""
-    tokenizer = model_dir / "tokenizer.model"
+    """Which model was evaluated: path, step (None outside a run), and what its bytes are.
+
+    weights_sha256 is that of model.safetensors; of a sharded model, that of the text that
+    `sha256sum` prints for the index's shards in the order of their names, "<sha256>  <name>" a
+    line. Hashes that checkpoint.json records are taken from there: `resolve` has just checked them.
+
+    Args:
+        model_dir: a folder that `models.weights.load_model` opens.
+    """
     in_run = (model_dir / MANIFEST_NAME).is_file()
+    manifest = read_manifest(model_dir) if in_run else {"files": {}}
+
+    def sha256(name: str) -> str:
+        recorded = manifest["files"].get(name)
+        return file_sha256(model_dir / name) if recorded is None else recorded["sha256"]
+
+    index = model_dir / INDEX_NAME
+    if index.is_file():
+        shards = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        listing = "".join(f"{sha256(name)}  {name}\n" for name in shards)
+        weights = hashlib.sha256(listing.encode()).hexdigest()
+    else:
+        weights = sha256(WEIGHTS_NAME)
+    tokenizer = "tokenizer.model"
     return {
         "path": str(model_dir),
-        "step": read_manifest(model_dir).get("step") if in_run else None,
-        "weights_sha256": file_sha256(model_dir / "model.safetensors"),
-        "tokenizer_sha256": file_sha256(tokenizer) if tokenizer.is_file() else None,
+        "step": manifest.get("step"),
+        "weights_sha256": weights,
+        "tokenizer_sha256": sha256(tokenizer) if (model_dir / tokenizer).is_file() else None,
     }
+
+
+def check_writable(folder: Path) -> None:
+    """OSError where no file could be made in `folder`, which need not exist; makes nothing."""
+    folder = folder.absolute()
+    nearest = next(path for path in (folder, *folder.parents) if path.exists())
+    if not nearest.is_dir():
+        raise OSError(f"cannot write in {folder}: {nearest} is not a folder")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise OSError(f"cannot write in {folder}: no permission to write in {nearest}")
 
 
 def earlier_results(output: Path, model: dict[str, Any]) -> list[dict[str, Any]]:
@@ -71,6 +111,11 @@ def earlier_results(output: Path, model: dict[str, Any]) -> list[dict[str, Any]]
     """
     if not output.exists():
         return []
+    if not output.is_file():
+        raise ValueError(
+            f"output is not a file: got {output}; expected a new file or a results.json; give "
+            "another --output"
+        )
     try:
         content = json.loads(output.read_bytes())
         version = content["format_version"]
@@ -79,8 +124,7 @@ def earlier_results(output: Path, model: dict[str, Any]) -> list[dict[str, Any]]
     except (ValueError, TypeError, KeyError):
         raise ValueError(
             f"output exists and holds no results: got {output}; expected a new file or a "
-            "results.json; "
-            "give another --output"
+            "results.json; give another --output"
         ) from None
     if version != FORMAT_VERSION or weights != model["weights_sha256"]:
         raise ValueError(
@@ -96,7 +140,8 @@ def write_results(
     earlier: Sequence[dict[str, Any]],
     results: Sequence[Result],
 ) -> None:
-    """Writes `earlier` updated by `results`, atomically."""
+    """Writes `earlier` updated by `results`, atomically; OSError that names `output` if it
+    cannot."""
     merged = {_key(entry): entry for entry in earlier}
     merged |= {_key(entry): entry for entry in map(_as_json, results)}
     content = {
@@ -104,8 +149,19 @@ def write_results(
         "model": model,
         "results": list(merged.values()),
     }
-    output.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(output, (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
+    text = json.dumps(content, indent=1, allow_nan=False) + "\n"
+    with _writing(output):
+        output.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(output, text.encode())
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """The system's refusals as one line: those of a full disk do not name the file."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def _as_json(result: Result) -> dict[str, Any]:
@@ -119,8 +175,9 @@ def _key(entry: dict[str, Any]) -> str:
 
 def write_scalars(run: Path, step: int, results: Sequence[Result]) -> None:
     """One scalar per result at `step`, tag eval/<task>/<metric>, with the length or pairs where
-    there are several."""
-    with SummaryWriter(log_dir=str(run / "tensorboard" / "eval")) as writer:
+    there are several. OSError that names the folder if it cannot write there."""
+    folder = scalars_folder(run)
+    with _writing(folder), SummaryWriter(log_dir=str(folder)) as writer:
         for result in results:
             writer.add_scalar(_tag(result), result.value, step)
 

@@ -60,6 +60,15 @@ class Score:
         return Score(self.nll + other.nll, self.tokens + other.tokens, self.hits + other.hits)
 
 
+def check_stride(window: int, stride: int) -> None:
+    """ValueError unless 1 <= stride <= window, both in tokens."""
+    if not 1 <= stride <= window:
+        raise ValueError(
+            f"stride does not fit the window: got {stride}; expected 1 <= stride <= window = "
+            f"{window}; use a smaller --stride"
+        )
+
+
 def rolling_windows(
     tokens: Sequence[int], prefix: int, *, window: int, stride: int
 ) -> Iterator[Window]:
@@ -79,12 +88,7 @@ def rolling_windows(
         before the first token. window: the most tokens a forward pass reads, >= 1. stride: 1 <=
         stride <= window; smaller gives each token more context and costs window / stride as much.
     """
-    if not 1 <= stride <= window:
-        raise ValueError(
-            f"stride does not fit the window: got {stride}; expected 1 <= stride <= window = "
-            f"{window}; "
-            "use a smaller --stride"
-        )
+    check_stride(window, stride)
     context = [prefix, *tokens]  # context[i] stands just before tokens[i]
     done = min(window, len(tokens))
     if done:
@@ -189,8 +193,7 @@ def exponential(nats: float) -> float:
     if not nats < 700.0:
         raise ValueError(
             f"the model's loss has no perplexity: got {nats} nats; expected a finite number below "
-            "700; "
-            "the model has diverged or its weights are damaged"
+            "700; the model has diverged or its weights are damaged"
         )
     return math.exp(nats)
 

@@ -8,13 +8,15 @@ from pathlib import Path
 
 def read_bytes(path: Path) -> bytes:
     """The unpacked bytes of a file; ValueError where it is not there, is empty or is a damaged
-    .xz."""
+    .xz, OSError where it cannot be read."""
     if not path.is_file():
         raise ValueError(f"text file not found: got {path}; expected a UTF-8 file, plain or .xz")
     try:
         data = lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes()
     except lzma.LZMAError as error:
         raise ValueError(f"cannot unpack {path}: got {error}; expected an .xz file") from error
+    except OSError as error:
+        raise OSError(f"cannot read {path}: {error.strerror}") from error
     if not data:
         raise ValueError(f"text file is empty: got {path}; expected at least one byte")
     return data

@@ -30,7 +30,7 @@ import math
 import re
 from pathlib import Path
 
-from eval.perplexity import score_documents, window_settings
+from eval.perplexity import score_documents, window_and_stride, window_settings
 from eval.result import Options, Result, Subject
 from eval.scoring import exponential, mean_and_error, total
 from eval.text_files import read_text
@@ -110,17 +110,23 @@ def count_words_and_lines(article: str) -> int:
     return len(article.split()) + article.count("\n")
 
 
-def wikitext(subject: Subject, options: Options) -> list[Result]:
-    """lm-eval's three metrics of a .raw file, or the word-level perplexity of a .tokens file."""
+def check(subject: Subject, options: Options) -> None:
+    """Refuse a file that is missing, unreadable, empty or neither .raw nor .tokens, and windows
+    that the model cannot read."""
+    subject.need_tokenizer("wikitext")
+    window_and_stride(subject, options)
+    _read(options)
+
+
+def _read(options: Options) -> tuple[Path, str, list[str]]:
+    """The file, its kind ("raw" or "tokens") and its articles as they stand there."""
     path = options.wikitext
     if path is None:
         raise ValueError(
             "task wikitext has no file: got no --wikitext; expected a local wiki.*.raw or "
-            "wiki.*.tokens, "
-            "plain or .xz; add --wikitext FILE"
+            "wiki.*.tokens, plain or .xz; add --wikitext FILE"
         )
     kind = _kind(path)
-    tokenizer = subject.need_tokenizer("wikitext")
     text = read_text(path)
     articles = split_articles(text)
     if not articles:
@@ -128,6 +134,13 @@ def wikitext(subject: Subject, options: Options) -> list[Result]:
     if kind == "tokens":
         # The blank line above the first heading is a line of the file too: scored and counted.
         articles[0] = text[: len(text) - sum(map(len, articles))] + articles[0]
+    return path, kind, articles
+
+
+def wikitext(subject: Subject, options: Options) -> list[Result]:
+    """lm-eval's three metrics of a .raw file, or the word-level perplexity of a .tokens file."""
+    tokenizer = subject.need_tokenizer("wikitext")
+    path, kind, articles = _read(options)
     scored = [detokenise(article) for article in articles] if kind == "raw" else articles
     documents = [tokenizer.encode(article) for article in scored]
     scores = score_documents(subject, documents, tokenizer.bos_id, options, "wikitext")
@@ -176,6 +189,5 @@ def _kind(path: Path) -> str:
             return kind
     raise ValueError(
         f"cannot tell which WikiText this is: got {path.name}; expected a name that ends in .raw "
-        "or .tokens "
-        "(or .raw.xz, .tokens.xz); rename it"
+        "or .tokens (or .raw.xz, .tokens.xz); rename it"
     )

@@ -13,8 +13,9 @@ import typer
 from pydantic import ValidationError
 
 from launch.cluster import Request
-from launch.ray_train import LaunchFailed, check_request, train
-from pretrain.config import checked_manifest, load_config
+from launch.errors import LaunchFailed
+from launch.ray_train import check_request, train
+from pretrain.config import check_run_dir, checked_manifest, load_config
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -37,13 +38,16 @@ def launch(
     max_failures: Annotated[
         int, typer.Option(min=0, help="Restarts from the newest checkpoint after a failure.")
     ] = 0,
+    stop_seconds: Annotated[
+        float, typer.Option(min=0, help="After Ctrl-C or SIGTERM: time to save a checkpoint.")
+    ] = 15.0,
 ) -> None:
-    """Train on Ray workers, each of which runs `python -m pretrain CONFIG [section.key=value
-    ...]`."""
+    """Train on Ray workers; each of them runs what python -m pretrain runs."""
     changes = overrides or []
     run = load_config(config, changes)
     request = Request(nodes=nodes, gpus_per_node=gpus_per_node, cpu_workers=cpu_workers)
     check_request(run, request)
+    check_run_dir(run.run_dir)
     if address is None:  # on a cluster only the nodes need to see the data set
         checked_manifest(run, request.workers)
     train(
@@ -52,6 +56,7 @@ def launch(
         request,
         address=address,
         max_failures=max_failures,
+        stop_seconds=stop_seconds,
     )
 
 

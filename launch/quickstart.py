@@ -20,7 +20,8 @@ import typer
 from rich.console import Console
 
 from launch.cluster import ROOT
-from launch.quickstart_report import read_results, show
+from launch.quickstart_report import NIAH_SAMPLES, read_results, scores, show
+from models.checkpoint_directory import verify
 from pretrain.config import RunConfig, load_config
 
 CONFIG = ROOT / "pretrain" / "configs" / "quickstart.yaml"
@@ -80,14 +81,14 @@ def stages(config: RunConfig, overrides: Sequence[str]) -> list[Stage]:
         Stage(
             f"Training on {WORKERS} workers through Ray",
             ["launch", str(CONFIG.relative_to(ROOT)), "--cpu-workers", WORKERS, *overrides],
-            (run / "checkpoints" / step / "checkpoint.json").is_file,
+            lambda: not verify(run / "checkpoints" / step, hashes=False),
         ),
         Stage(
             "Evaluation",
             ["eval", str(run), "--tasks", "perplexity,niah", "--dataset", str(dataset)]
             + ["--split", "validation", "--lengths", str(config.data.seq_len)]
-            + ["--samples", "20", "--answer-tokens", "16"],
-            lambda: {"perplexity", "niah"} <= {r["task"] for r in read_results(results)},
+            + ["--samples", str(NIAH_SAMPLES), "--answer-tokens", "16"],
+            lambda: bool(scores(read_results(results), config)),
         ),
         Stage(
             "A sample",
@@ -120,7 +121,6 @@ def run_stage(argv: list[str], keep: Path | None) -> None:
     if process.returncode:
         raise StageFailed(process.returncode)
     if keep:
-        print(output)
         temporary = keep.with_name(keep.name + ".tmp")
         temporary.write_text(output, encoding="utf-8")
         temporary.replace(keep)
@@ -166,7 +166,8 @@ def main() -> None:
         app()
     except StageFailed as error:
         code = error.code if error.code > 0 else 128 - error.code
-        print("quickstart stopped; the same command goes on from here", file=sys.stderr)
+        if code >= 128:  # a signal; an error has said what to do about it
+            print("quickstart stopped; the same command goes on from here", file=sys.stderr)
         sys.exit(code)
     except (OSError, ValueError) as error:
         for line in str(error).splitlines():

@@ -12,20 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from launch.cluster import Request, cluster
+from launch.errors import LaunchFailed
 from launch.output import worker_lines_only
+from launch.stop import StopRequest
 from launch.worker import TrainingStopped, run_pretrain
-from pretrain.config import RunConfig
+from pretrain.config import STOP_FILE, RunConfig
 
 USER_ERROR = 2
 RUN_TIME_FAILURE = 1
-
-
-class LaunchFailed(Exception):
-    """Training did not complete; str() is what the user reads, `code` the exit code."""
-
-    def __init__(self, message: str, code: int) -> None:
-        super().__init__(message)
-        self.code = code
+STOPPED_BY_SIGNAL = 128
+"""Exit codes from here on: pretrain saved a checkpoint and ended, as it was asked to."""
 
 
 def check_request(config: RunConfig, request: Request) -> None:
@@ -63,27 +59,30 @@ def train(
     *,
     address: str | None,
     max_failures: int,
+    stop_seconds: float,
 ) -> None:
     """Runs `python -m pretrain *argv` on `request.workers` processes until it is complete.
 
     A worker that dies takes its group down; a new group starts and pretrain resumes from the newest
     complete checkpoint of the run folder, at most `max_failures` times. A wrong setting (pretrain's
-    exit code 2) is not tried again. Ray stores nothing but its own bookkeeping.
+    exit code 2) is not tried again. Ray stores nothing but its own bookkeeping. SIGINT or SIGTERM
+    lets the workers save a checkpoint, for at most `stop_seconds`; a second one does not wait.
 
     Raises:
         ValueError, ConnectionError: see launch.cluster.cluster.
         LaunchFailed: training stopped.
     """
-    with worker_lines_only(), cluster(request, address) as private_folder:
+    stop = StopRequest(config.run_dir / STOP_FILE, stop_seconds)
+    with worker_lines_only(), cluster(request, address) as private_folder, stop:
         # Ray wants a folder that all nodes share; the run folder holds only what pretrain writes.
         parent = private_folder or config.run_dir.resolve().parent
         parent.mkdir(parents=True, exist_ok=True)
         for attempt in range(max_failures + 1):
             with tempfile.TemporaryDirectory(prefix=".launch-", dir=parent) as storage:
-                failure = _run_once(argv, request, Path(storage))
+                failure = _run_once(argv, request, Path(storage), stop)
             if failure is None:
                 return
-            if failure.code == USER_ERROR or attempt == max_failures:
+            if failure.code == USER_ERROR or stop.requested or attempt == max_failures:
                 raise failure
             print(
                 f"{failure}; starting again from the newest checkpoint of {config.run_dir} "
@@ -93,7 +92,9 @@ def train(
             )
 
 
-def _run_once(argv: Sequence[str], request: Request, storage: Path) -> LaunchFailed | None:
+def _run_once(
+    argv: Sequence[str], request: Request, storage: Path, stop: StopRequest
+) -> LaunchFailed | None:
     from ray.train import RunConfig as RayRunConfig
     from ray.train import ScalingConfig, TrainingFailedError
     from ray.train.torch import TorchConfig, TorchTrainer
@@ -126,10 +127,13 @@ def _run_once(argv: Sequence[str], request: Request, storage: Path) -> LaunchFai
     thread.start()
     while thread.is_alive():
         thread.join(timeout=0.5)
+        if stop.expired:
+            return stop.failure("before its workers had saved a checkpoint")
     if not outcome:
         return None
     if isinstance(outcome[0], LaunchFailed):
-        return outcome[0]
+        stopped_as_asked = stop.requested and outcome[0].code >= STOPPED_BY_SIGNAL
+        return stop.failure("after a checkpoint") if stopped_as_asked else outcome[0]
     raise outcome[0]
 
 
@@ -143,7 +147,8 @@ def describe_failure(failures: Mapping[int, Any], error: BaseException) -> Launc
     stopped = {r: c for r, c in causes.items() if isinstance(c, TrainingStopped)}
     for rank, cause in sorted(stopped.items(), key=lambda item: not item[1].message):
         message = cause.message or f"rank {rank} ended with exit code {cause.code}"
-        code = USER_ERROR if cause.code == USER_ERROR else RUN_TIME_FAILURE
+        told_apart = cause.code == USER_ERROR or cause.code >= STOPPED_BY_SIGNAL
+        code = cause.code if told_apart else RUN_TIME_FAILURE
         return LaunchFailed(message, code)
     for rank, cause in causes.items():
         if "Actor" in type(cause).__name__ or "HealthCheck" in type(cause).__name__:

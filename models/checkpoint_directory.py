@@ -45,11 +45,15 @@ def step_folder(run_dir: Path, step: int) -> Path:
 def write_atomically(path: Path, content: bytes) -> None:
     """Writes `content` so that `path` holds either what it held before or all of `content`."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}{_TEMPORARY_SUFFIX}")
-    with open(temporary, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)  # a full disk shall not be filled by what failed
+        raise
     sync_folder(path.parent)
 
 

@@ -22,6 +22,7 @@ from typing import Any, TypedDict
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 
 from data_prep.shards import Manifest
 from models.checkpoint_directory import (
@@ -36,9 +37,10 @@ from models.checkpoint_directory import (
     write_manifest,
 )
 from models.weights import save_model
-from pretrain.config import RunConfig, dump_config
+from pretrain.config import STOP_FILE, RunConfig, check_run_dir, dump_config
 from pretrain.distributed import World
 from pretrain.engine import ENGINE_FOLDER, Engine
+from pretrain.errors import TrainingFailed
 from pretrain.schedule import learning_rate
 
 CONFIG_NAME = "config.yaml"
@@ -77,10 +79,7 @@ def find_start(config: RunConfig, manifest: Manifest, world_size: int) -> Start:
             only damaged checkpoints.
     """
     run_dir = config.run_dir
-    if run_dir.exists() and not run_dir.is_dir():
-        raise ValueError(
-            f"run_dir is not a folder: got {run_dir}; expected a folder or a free name"
-        )
+    check_run_dir(run_dir)
     if run_dir.is_dir() and _is_foreign(run_dir):
         raise ValueError(
             f"run_dir holds files of something else: got {run_dir}; expected a run of this "
@@ -106,10 +105,16 @@ def open_run_folder(config: RunConfig) -> None:
     """Makes the run's folder this process's own until it ends, and writes config.yaml.
 
     Raises:
-        ValueError: another process trains in it at this moment.
+        ValueError: it cannot be written, or another process trains in it at this moment.
     """
-    config.run_dir.mkdir(parents=True, exist_ok=True)
-    write_atomically(config.run_dir / CONFIG_NAME, dump_config(config).encode())
+    try:
+        config.run_dir.mkdir(parents=True, exist_ok=True)
+        write_atomically(config.run_dir / CONFIG_NAME, dump_config(config).encode())
+    except OSError as error:
+        raise ValueError(
+            f"run_dir cannot be written: got {config.run_dir}: {error.strerror}; expected a folder "
+            "with room that you may write to; choose another run_dir or make room"
+        ) from None
     # Held open on purpose: the lock ends with the process, however that ends.
     lock = os.open(config.run_dir / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o644)
     try:
@@ -119,6 +124,8 @@ def open_run_folder(config: RunConfig) -> None:
             f"run_dir is in use: got {config.run_dir}; expected a run that nobody else trains; "
             "wait for that one or choose another run_dir"
         ) from None
+    # Of a stop that came when nothing ran any more; asked for from now on, it counts.
+    (config.run_dir / STOP_FILE).unlink(missing_ok=True)
 
 
 def save(engine: Engine, config: RunConfig, manifest: Manifest, world: World, step: int) -> Path:
@@ -128,8 +135,24 @@ def save(engine: Engine, config: RunConfig, manifest: Manifest, world: World, st
 
     Returns:
         The step folder.
+
+    Raises:
+        TrainingFailed: it cannot be written; those before it stay as they are.
     """
     folder = step_folder(config.run_dir, step)
+    try:
+        _write(engine, config, manifest, world, step, folder)
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise TrainingFailed(
+            f"cannot write checkpoint {folder}: {_why(error, config.run_dir)}; the newest complete "
+            "one stays; mend that and start the same command again"
+        ) from error
+    return folder
+
+
+def _write(
+    engine: Engine, config: RunConfig, manifest: Manifest, world: World, step: int, folder: Path
+) -> None:
     if world.rank == 0:
         shutil.rmtree(folder, ignore_errors=True)  # of a save that was killed
         folder.mkdir(parents=True)
@@ -151,7 +174,16 @@ def save(engine: Engine, config: RunConfig, manifest: Manifest, world: World, st
         write_atomically(folder.parent / "latest", f"{folder.name}\n".encode())
         _remove_old(config, folder)
     world.barrier()
-    return folder
+
+
+def _why(error: Exception, run_dir: Path) -> str:
+    """The reason in a few words; torch and safetensors do not name a full disk as such."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    free = shutil.disk_usage(run_dir).free
+    if free < 1 << 20:
+        return f"no space left on device ({free:,} bytes free)"
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
@@ -257,8 +289,9 @@ def _refuse_other_run(
     different += _other_learning_rates(facts, config)
     if different:
         raise ValueError(
-            f"{config.run_dir} holds a run with other settings ({folder.name}); choose another "
-            "run_dir, or: " + "; ".join(different)
+            f"{config.run_dir} holds a run with other settings ({folder.name}): "
+            + "; ".join(different)
+            + "; choose another run_dir or take these back"
         )
 
 

@@ -18,7 +18,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic_core import ErrorDetails
 
 from data_prep.shards import Manifest, read_manifest
-from models.config import PRESETS, ModelConfig
+from models.config import MIXER_NAMES, PRESETS, ModelConfig
+
+STOP_FILE = "stop"
+"""RUN/stop, empty: asks a run in progress to finish its step, save a checkpoint and end."""
 
 
 class _Section(BaseModel):
@@ -237,12 +240,21 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
-        raise ValueError("\n".join(_one_line(details) for details in error.errors())) from None
+        lines = dict.fromkeys(_one_line(details) for details in error.errors())
+        raise ValueError("\n".join(lines)) from None
 
 
 def dump_config(config: RunConfig) -> str:
     """The resolved config as YAML; load_config reads it back to an equal RunConfig."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def check_run_dir(run_dir: Path) -> None:
+    """ValueError where run_dir is a file."""
+    if run_dir.exists() and not run_dir.is_dir():
+        raise ValueError(
+            f"run_dir is not a folder: got {run_dir}; expected a folder or a free name"
+        )
 
 
 def checked_manifest(config: RunConfig, world_size: int) -> Manifest:
@@ -344,6 +356,13 @@ def _one_line(details: ErrorDetails) -> str:
     """One fault as `<setting> ...: got <value>; expected <rule>`."""
     name = ".".join(str(part) for part in details["loc"])
     message = details["msg"].removeprefix("Value error, ")
+    if name.startswith("model.mixer."):  # one fault for each branch of the union
+        close = difflib.get_close_matches(str(details["input"]), MIXER_NAMES, n=1)
+        return (
+            f"model.mixer is wrong: got {details['input']!r}; expected one of "
+            f"{', '.join(MIXER_NAMES)}, or a list of them"
+            + (f"; did you mean {close[0]}?" if close else "")
+        )
     if details["type"] == "extra_forbidden":
         near = _nearest(name)
         return f"unknown setting: got {name}" + (f"; did you mean {near}?" if near else "")

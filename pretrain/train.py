@@ -11,7 +11,7 @@ from models.accounting import parameter_count
 from models.initialize import initialize
 from models.language_model import LanguageModel
 from pretrain import checkpoint
-from pretrain.config import RunConfig, checked_manifest, load_config
+from pretrain.config import STOP_FILE, RunConfig, checked_manifest, load_config
 from pretrain.data import TrainingRows, training_batches, validation_batches
 from pretrain.distributed import World, choose_device
 from pretrain.engine import Engine
@@ -48,6 +48,8 @@ def train(config_path: Path, overrides: Sequence[str], world: World) -> int:
     manifest = world.agree(lambda: checked_manifest(config, world.size))
     start = world.on_rank_0(lambda: checkpoint.find_start(config, manifest, world.size))
     total_steps = config.training.total_steps
+    stop_file = config.run_dir / STOP_FILE
+    interrupt.watch(stop_file)
     for note in start.notes:
         console.print(f"warning: {note}")
     if start.step == total_steps:
@@ -85,7 +87,7 @@ def train(config_path: Path, overrides: Sequence[str], world: World) -> int:
             metrics.step_begins()
         checkpoint.seed_step(config.seed, step, world.rank)
         lr = learning_rate(step, config.schedule, config.optimizer.peak_lr, total_steps)
-        update = engine.update(next(batches), lr, stop_requested=interrupt.received is not None)
+        update = engine.update(next(batches), lr, stop_requested=interrupt.requested)
         if not update.is_finite:
             raise TrainingFailed(
                 f"step {step} is not finite: got loss {update.loss}, gradient norm "
@@ -111,7 +113,9 @@ def train(config_path: Path, overrides: Sequence[str], world: World) -> int:
             folder = checkpoint.save(engine, config, manifest, world, step)
             console.print(f"saved {folder} ({time.perf_counter() - began:.1f} s)")
         if update.stop_requested and not last:
-            console.print("stopped by a signal; start the same command again to go on")
+            if world.rank == 0:
+                stop_file.unlink(missing_ok=True)
+            console.print("stopped as asked; start the same command again to go on")
             return interrupt.exit_code
 
     if metrics:
@@ -132,15 +136,14 @@ def _print_plan(
         config.model.mixer if isinstance(config.model.mixer, str) else "+".join(config.model.mixer)
     )
     total_tokens = config.training.total_steps * config.batch.batch_tokens
+    epochs = total_tokens / (len(rows) * config.data.seq_len)
+    micro_batches = config.micro_batches(world.size)
     console.print(
         f"{config.run_dir}: {mixer}, {parameters:,} parameters, {config.model.num_layers} layers, "
         f"{config.model.num_levels} levels\n"
-        f"data {config.data.dataset}: {len(rows):,} rows of {config.data.seq_len} tokens; run of "
-        f"{total_tokens:,} "
-        f"tokens = {total_tokens / (len(rows) * config.data.seq_len):.2f} epochs\n"
+        f"data {config.data.dataset}: {len(rows):,} rows of {config.data.seq_len} tokens; "
+        f"run of {total_tokens:,} tokens = {epochs:.2f} epochs\n"
         f"{world.size} x {device.type}, ZeRO-{config.parallel.zero_stage}, "
-        f"{config.parallel.precision} compute, "
-        f"fp32 parameters, gradients and optimizer; {config.micro_batches(world.size)} "
-        "micro-batches of "
-        f"{config.batch.micro_batch_rows} rows an update and rank"
+        f"{config.parallel.precision} compute, fp32 parameters, gradients and optimizer; "
+        f"{micro_batches} x {config.batch.micro_batch_rows} rows an update and rank"
     )

@@ -83,6 +83,7 @@ def test_rows_depend_on_seed_and_split_and_not_on_their_number() -> None:
         ({"seq_len": 12}, r"expected an even number of at least 16 \(4 \* pairs\)"),
         ({"vocab_size": 64}, "vocab-size does not fit: got 64; expected an even number of at"),
         ({"vocab_size": 101}, "vocab-size does not fit: got 101"),
+        ({"vocab_size": 1 << 21}, "and at most 1048576"),
         ({"power": 0.0}, "power is out of range: got 0.0"),
     ],
 )

@@ -1,4 +1,6 @@
+import errno
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -7,6 +9,7 @@ import pytest
 
 from eval import __main__ as command
 from models.checkpoint_directory import step_folder, write_manifest
+from models.tensor_files import as_lazy, open_tensors, save_tensors
 
 
 def run(monkeypatch, *argv):
@@ -49,11 +52,83 @@ def test_run_folder_is_evaluated_without_conversion(
         (("--tasks", "mqar"), "add --dataset DATASET"),
     ],
 )
-def test_user_errors_are_one_line_and_exit_code_2(monkeypatch, capsys, model_dir, argv, message):
-    assert run(monkeypatch, model_dir, *argv) == 2
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith("error: ")
-    assert message in last
+def test_user_errors_are_one_line_and_exit_code_2(
+    monkeypatch, capsys, tmp_path, model_dir, argv, message
+):
+    output = tmp_path / "new" / "results.json"
+    assert run(monkeypatch, model_dir, *argv, "--output", output) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert message in line
+    assert not output.parent.exists()
+
+
+@pytest.mark.parametrize(
+    ("last", "message"),
+    [
+        (("--tasks", "niah,mqar"), "add --dataset DATASET"),
+        (("--tasks", "niah,perplexity", "--text", "/nowhere.txt"), "not found: got /nowhere.txt"),
+        (("--tasks", "niah,wikitext", "--wikitext", "/nowhere.raw"), "not found: got /nowhere.raw"),
+    ],
+)
+def test_every_task_is_checked_before_the_first_runs(
+    monkeypatch, capsys, tmp_path, model_dir, last, message
+):
+    output = tmp_path / "new" / "results.json"
+    small = ("--lengths", "600", "--samples", "1", "--answer-tokens", "4", "--output", output)
+    assert run(monkeypatch, model_dir, *small, *last) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+    assert not output.parent.exists()
+
+
+def test_number_of_samples_keeps_results_apart(monkeypatch, tmp_path, model_dir):
+    output = tmp_path / "results.json"
+    common = ("--tasks", "niah", "--lengths", "600", "--answer-tokens", "4", "--output", output)
+    for samples in (3, 2, 3):
+        assert run(monkeypatch, model_dir, *common, "--samples", samples) in (0, None)
+    results = json.loads(output.read_text())["results"]
+    assert [r["count"] for r in results if r["metric"] == "accuracy"] == [3, 2]
+
+
+def test_full_disk_is_one_line_and_exit_code_1(
+    monkeypatch, capsys, tmp_path, model_dir, source_folder
+):
+    def full_disk(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    output = tmp_path / "new" / "results.json"
+    monkeypatch.setattr(os, "fsync", full_disk)
+    text = ("--tasks", "perplexity", "--text", source_folder / "this.txt")
+    assert run(monkeypatch, model_dir, *text, "--output", output) == 1
+    progress, line = capsys.readouterr().err.splitlines()
+    assert progress.startswith("perplexity on ")
+    assert line == f"error: cannot write {output}: No space left on device"
+    assert list(output.parent.iterdir()) == []
+
+
+def test_output_below_a_file_is_refused_before_any_scoring(
+    monkeypatch, capsys, tmp_path, model_dir
+):
+    (tmp_path / "file").write_text("mine")
+    output = tmp_path / "file" / "results.json"
+    assert run(monkeypatch, model_dir, "--tasks", "niah", "--output", output) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"error: cannot write in {output.parent}: {output.parent} is not a folder"
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_model_without_a_finite_loss_is_a_failure_not_a_mistake(
+    monkeypatch, capsys, tmp_path, model_dir, source_folder
+):
+    broken = tmp_path / "broken"
+    shutil.copytree(model_dir, broken, ignore=shutil.ignore_patterns("eval"))
+    weights = {name: t.load() * float("nan") for name, t in open_tensors(model_dir).items()}
+    save_tensors(broken, as_lazy(weights))
+    text = ("--tasks", "perplexity", "--text", source_folder / "this.txt")
+    assert run(monkeypatch, broken, *text) == 1
+    _, line = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: the model's loss has no perplexity: got nan nats")
 
 
 def test_no_checkpoint_is_one_line_without_traceback(tmp_path):

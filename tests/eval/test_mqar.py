@@ -1,4 +1,6 @@
 import math
+import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -6,7 +8,7 @@ import torch
 
 from data_prep.mqar import MqarTask
 from data_prep.synth import write_mqar
-from eval.mqar import mqar
+from eval.mqar import check, mqar
 from eval.result import Options
 
 V, T, PAIRS, ROWS = 64, 24, 3, 11
@@ -29,17 +31,12 @@ def recall(tokens):
     return out
 
 
-def run(subject, model, dataset, **changes):
-    size = {"vocab_size": V, "max_seq_len": T, **changes}
-    base = subject(model, max_seq_len=size["max_seq_len"])
-    base = type(base)(
-        model=model,
-        vocab_size=size["vocab_size"],
-        max_seq_len=size["max_seq_len"],
-        tokenizer=None,
-        device="cpu",
-    )
-    return {r.metric: r for r in mqar(base, Options(dataset=dataset))}
+def sized(subject, model, vocab_size=V, max_seq_len=T):
+    return replace(subject(model), vocab_size=vocab_size, max_seq_len=max_seq_len, tokenizer=None)
+
+
+def run(subject, model, dataset):
+    return {r.metric: r for r in mqar(sized(subject, model), Options(dataset=dataset))}
 
 
 def test_recall_by_rule_is_always_right(subject, certain, rows):
@@ -90,11 +87,24 @@ def test_different_numbers_of_pairs_are_never_averaged(subject, uniform, rows, m
 
 
 def test_what_does_not_fit_is_refused(subject, uniform, rows, dataset):
+    model, options = uniform(V), Options(dataset=rows)
+    check(sized(subject, model), options)
     with pytest.raises(ValueError, match="got 64 .* expected at most 32"):
-        run(subject, uniform(V), rows, vocab_size=32)
+        check(sized(subject, model, vocab_size=32), options)
     with pytest.raises(ValueError, match="got 24 tokens"):
-        run(subject, uniform(V), rows, max_seq_len=16)
+        check(sized(subject, model, max_seq_len=16), options)
     with pytest.raises(ValueError, match="kind 'text'"):
-        run(subject, uniform(V), dataset)
+        check(sized(subject, model), Options(dataset=dataset))
     with pytest.raises(ValueError, match="add --dataset"):
-        run(subject, uniform(V), None)
+        check(sized(subject, model), Options())
+    with pytest.raises(ValueError, match="no split 'test'"):
+        check(sized(subject, model), Options(dataset=rows, split="test"))
+
+
+def test_missing_shard_is_refused_before_the_run(subject, uniform, rows, tmp_path):
+    damaged = tmp_path / "set"
+    shutil.copytree(rows, damaged)
+    shard = next((damaged / "validation").glob("*.mds"))
+    shard.unlink()
+    with pytest.raises((ValueError, FileNotFoundError), match=shard.name):
+        check(sized(subject, uniform(V)), Options(dataset=damaged))

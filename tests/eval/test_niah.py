@@ -3,7 +3,16 @@ import re
 import pytest
 import torch
 
-from eval.niah import NOISE, contains, grade, make_samples, niah, prompt_text, teacher_forced
+from eval.niah import (
+    NOISE,
+    check,
+    contains,
+    draw_needles,
+    grade,
+    make_samples,
+    prompt_text,
+    teacher_forced,
+)
 from eval.result import Options
 
 LENGTH, ANSWER = 700, 24
@@ -98,6 +107,41 @@ def test_model_that_knows_the_value_gains_from_the_text(samples, tokenizer, subj
 def test_length_beyond_the_model_or_below_one_line_is_refused(subject, uniform, tokenizer):
     model = subject(uniform(tokenizer.vocab_size), max_seq_len=LENGTH)
     with pytest.raises(ValueError, match="got 701 tokens"):
-        niah(model, Options(lengths=(600, 701)))
+        check(model, Options(lengths=(600, 701)))
     with pytest.raises(ValueError, match="too short: got 100 tokens; expected at least"):
-        niah(model, Options(lengths=(100,)))
+        check(model, Options(lengths=(100,)))
+
+
+def test_shortest_length_that_is_named_holds_every_sample(subject, uniform, tokenizer):
+    model = subject(uniform(tokenizer.vocab_size), max_seq_len=LENGTH)
+    size = {"answer_tokens": ANSWER, "samples": 50}
+    length = 100
+    # Another length draws other keys, so the named one may be a few tokens short for its own.
+    for _ in range(5):
+        try:
+            check(model, Options(lengths=(length,), **size))
+        except ValueError as error:
+            named = re.search(r"expected at least (\d+)", str(error))
+            length = int(named.group(1))
+    check(model, Options(lengths=(length,), **size))
+    made = make_samples(tokenizer, length=length, seed=0, **size)
+    assert all(len(sample.tokens) + ANSWER <= length for sample in made)
+    assert max(sample.prompt.count(NOISE) for sample in made) == 1
+
+
+def test_value_after_a_prompt_that_fills_the_model_is_refused(subject, uniform, tokenizer):
+    model = subject(uniform(tokenizer.vocab_size), max_seq_len=LENGTH)
+    needles = draw_needles(length=LENGTH, samples=20, seed=0)
+    longest = max(len(tokenizer.encode(f" {v}")) for n in needles for v in (n.value, n.absent))
+    check(model, Options(lengths=(LENGTH,), samples=20, answer_tokens=longest - 1))
+    with pytest.raises(ValueError, match=f"with its value .*: got {LENGTH + 1} tokens"):
+        check(model, Options(lengths=(LENGTH,), samples=20, answer_tokens=longest - 2))
+
+
+def test_number_of_samples_is_part_of_the_measurement(samples):
+    answers = [""] * len(samples)
+    (few, *_), (many, *_) = (
+        grade(samples, answers, LENGTH, Options(answer_tokens=ANSWER, samples=n)) for n in (5, 20)
+    )
+    assert (few.settings["samples"], many.settings["samples"]) == (5, 20)
+    assert few.version == many.version == 1

@@ -1,12 +1,14 @@
+import errno
 import lzma
 import math
+import os
 
 import numpy as np
 import pytest
 import torch
 
 from data_prep.shards import Rows
-from eval.perplexity import perplexity, unigram_entropy
+from eval.perplexity import check, perplexity, unigram_entropy
 from eval.result import Options
 
 
@@ -87,19 +89,21 @@ def test_other_tokenizer_is_refused_with_both_hashes(subject, uniform, tokenizer
         model=model.model, vocab_size=400, max_seq_len=64, tokenizer=Other(), device="cpu"
     )
     with pytest.raises(ValueError, match=f"{tokenizer.sha256}.*0123"):
-        perplexity(model, Options(dataset=dataset))
+        check(model, Options(dataset=dataset))
 
 
 def test_rows_longer_than_the_model_are_refused(subject, uniform, tokenizer, dataset):
     with pytest.raises(ValueError, match="got 64 tokens; expected at most .* 32"):
-        perplexity(subject(uniform(tokenizer.vocab_size)), Options(dataset=dataset))
+        check(subject(uniform(tokenizer.vocab_size)), Options(dataset=dataset))
 
 
 def test_window_longer_than_the_model_is_refused(subject, uniform, tokenizer, tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("x", encoding="utf-8")
     with pytest.raises(ValueError, match="got 33 tokens"):
-        perplexity(subject(uniform(400)), Options(texts=(path,), window=33))
+        check(subject(uniform(400)), Options(texts=(path,), window=33))
+    with pytest.raises(ValueError, match="stride does not fit the window: got 9"):
+        check(subject(uniform(400)), Options(texts=(path,), window=8, stride=9))
 
 
 @pytest.mark.parametrize(
@@ -115,9 +119,20 @@ def test_unusable_text_is_one_line(subject, uniform, tmp_path, content, message)
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(ValueError, match=message):
-        perplexity(subject(uniform(400)), Options(texts=(path,)))
+        check(subject(uniform(400)), Options(texts=(path,)))
 
 
 def test_no_text_at_all_is_refused(subject, uniform):
     with pytest.raises(ValueError, match="--text FILE or --dataset"):
-        perplexity(subject(uniform(400)), Options())
+        check(subject(uniform(400)), Options())
+
+
+def test_text_that_the_system_does_not_give_is_one_line(subject, uniform, tmp_path, monkeypatch):
+    def broken(path):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    path = tmp_path / "text.txt"
+    path.write_text("x", encoding="utf-8")
+    monkeypatch.setattr(type(path), "read_bytes", broken)
+    with pytest.raises(OSError, match=f"^cannot read {path}: {os.strerror(errno.EIO)}$"):
+        check(subject(uniform(400)), Options(texts=(path,)))

@@ -1,9 +1,15 @@
+import errno
+import hashlib
 import json
+import os
+import shutil
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from eval import report
 from eval.report import (
+    check_writable,
     default_output,
     describe,
     earlier_results,
@@ -12,7 +18,8 @@ from eval.report import (
     write_scalars,
 )
 from eval.result import Result
-from models.checkpoint_directory import step_folder, write_manifest
+from models.checkpoint_directory import file_sha256, step_folder, write_manifest
+from models.tensor_files import INDEX_NAME, open_tensors, save_tensors
 
 
 def result(metric="accuracy", value=1.0, **settings):
@@ -81,3 +88,82 @@ def test_scalars_are_read_back_from_the_runs_tensorboard(tmp_path):
         "eval/niah/accuracy/length_256": (7, 12.5),
         "eval/niah/accuracy/length_512": (7, 25.0),
     }
+
+
+@pytest.fixture
+def sharded(model_dir, tmp_path):
+    """The model of `model_dir` in several shards."""
+    folder = tmp_path / "sharded"
+    shutil.copytree(model_dir, folder, ignore=shutil.ignore_patterns("eval", "*.safetensors"))
+    save_tensors(folder, open_tensors(model_dir), max_shard_bytes=20_000)
+    return folder
+
+
+def test_weights_of_one_file_are_named_by_its_hash(model_dir):
+    assert describe(model_dir)["weights_sha256"] == file_sha256(model_dir / "model.safetensors")
+
+
+def test_weights_of_shards_are_named_by_all_of_them_and_nothing_else(sharded):
+    shards = sorted(sharded.glob("model-*.safetensors"))
+    assert len(shards) > 1
+    before = describe(sharded)["weights_sha256"]
+    listing = "".join(f"{file_sha256(path)}  {path.name}\n" for path in shards)
+    assert before == hashlib.sha256(listing.encode()).hexdigest()
+    (sharded / "model-00009-of-00009.safetensors").write_bytes(b"of another save")
+    assert describe(sharded)["weights_sha256"] == before
+    seen = {before}
+    for path in shards:
+        path.write_bytes(path.read_bytes() + b"x")
+        seen.add(describe(sharded)["weights_sha256"])
+    assert len(seen) == 1 + len(shards)
+
+
+@pytest.mark.parametrize("in_shards", [False, True])
+def test_hashes_of_a_checkpoint_are_taken_from_its_manifest(
+    model_dir, sharded, tmp_path, monkeypatch, in_shards
+):
+    step_dir = step_folder(tmp_path, 4)
+    source = sharded if in_shards else model_dir
+    shutil.copytree(source, step_dir, ignore=shutil.ignore_patterns("eval"))
+    expected = describe(source)
+    write_manifest(step_dir, {"step": 4})
+    monkeypatch.setattr(report, "file_sha256", None)  # called, it would raise
+    assert (step_dir / INDEX_NAME).is_file() == in_shards
+    assert describe(step_dir) == {**expected, "path": str(step_dir), "step": 4}
+
+
+def full_disk(*args):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_full_disk_names_the_file_and_leaves_what_was_there(tmp_path, monkeypatch):
+    output = tmp_path / "results.json"
+    write_results(output, MODEL, [], [result()])
+    before = output.read_bytes()
+    monkeypatch.setattr(os, "fsync", full_disk)
+    with pytest.raises(OSError, match=f"^cannot write {output}: No space left on device$"):
+        write_results(output, MODEL, [], [result(value=2.0)])
+    assert output.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [output]
+
+
+def test_scalars_that_cannot_be_written_name_their_folder(tmp_path):
+    (tmp_path / "tensorboard").write_text("mine")
+    with pytest.raises(OSError, match=f"^cannot write {tmp_path}/tensorboard/eval: "):
+        write_scalars(tmp_path, 1, [result()])
+
+
+def test_place_that_cannot_be_written_is_refused_and_nothing_made(tmp_path, monkeypatch):
+    check_writable(tmp_path / "new" / "deep")
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(OSError, match=f"cannot write in .*: {tmp_path}/file is not a folder"):
+        check_writable(tmp_path / "file" / "deep")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(OSError, match=f"no permission to write in {tmp_path}$"):
+        check_writable(tmp_path / "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_output_that_is_no_file_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=f"not a file: got {tmp_path}"):
+        earlier_results(tmp_path, MODEL)

@@ -5,6 +5,7 @@ import pytest
 
 from eval.result import Options
 from eval.wikitext import (
+    check,
     count_words,
     count_words_and_lines,
     detokenise,
@@ -95,8 +96,14 @@ def test_tokens_file_counts_every_line_end_once(subject, uniform, tokenizer, tmp
 
 def test_other_names_and_no_file_are_refused(subject, uniform, tmp_path):
     with pytest.raises(ValueError, match="add --wikitext FILE"):
-        wikitext(subject(uniform(400)), Options())
+        check(subject(uniform(400)), Options())
     with pytest.raises(ValueError, match=r"got wiki\.txt"):
-        wikitext(subject(uniform(400)), Options(wikitext=tmp_path / "wiki.txt"))
+        check(subject(uniform(400)), Options(wikitext=tmp_path / "wiki.txt"))
     with pytest.raises(ValueError, match="not found"):
-        wikitext(subject(uniform(400)), Options(wikitext=tmp_path / "wiki.raw"))
+        check(subject(uniform(400)), Options(wikitext=tmp_path / "wiki.raw"))
+    blank = tmp_path / "blank.raw"
+    blank.write_text(" \n", encoding="utf-8")
+    with pytest.raises(ValueError, match="only white space"):
+        check(subject(uniform(400)), Options(wikitext=blank))
+    with pytest.raises(ValueError, match="got 33 tokens"):
+        check(subject(uniform(400)), Options(wikitext=blank, window=33))

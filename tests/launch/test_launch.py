@@ -59,6 +59,8 @@ def folders_of(process):
         (("optimizer.peek_lr=3",), "optimizer.peak_lr"),
         (("data.dataset=nowhere",), "nowhere is not a data set"),
         (("model.vocab_size=16",), "model.vocab_size is smaller"),
+        (("run_dir=pyproject.toml",), "run_dir is not a folder: got pyproject.toml"),
+        (("model.mixer=log_linear_mamba3",), "did you mean log_linear_mamba2?"),
         (("--address", "127.0.0.1:1"), "no Ray cluster answers"),
         (("--address", "nonsense"), "--address is no address"),
     ],
@@ -161,8 +163,13 @@ def test_a_stopped_launch_leaves_no_process(start, config_path, tmp_path, number
     family = psutil.Process(process.pid).children(recursive=True)
     assert family
     (os.killpg if to_group else os.kill)(process.pid, number)
-    process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=60)
     assert process.returncode not in (0, None)
+    if number != signal.SIGKILL:
+        assert process.returncode == 128 + number
+        assert output.splitlines()[-1].startswith(f"error: stopped by {number.name} after a")
+        newest = (tmp_path / "run" / "checkpoints" / "latest").read_text().strip()
+        assert f"saved {tmp_path}/run/checkpoints/{newest}" in output
     # After SIGKILL of the launcher Ray notices by itself; its agents take a minute.
     _, alive = psutil.wait_procs(family, timeout=90)
     assert not alive

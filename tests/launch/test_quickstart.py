@@ -8,7 +8,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from launch import quickstart
-from launch.quickstart_report import losses, parameter_count, read_results
+from launch.quickstart_report import losses, parameter_count, read_results, scores
+from models.checkpoint_directory import write_manifest
 from pretrain.config import load_config
 
 
@@ -31,9 +32,46 @@ def test_stages_are_done_by_their_last_written_file_alone(tmp_path):
         done = [stage.done() for stage in quickstart.stages(config, changes)]
         assert done == [i < count for i in range(len(last_written))]
         if count < len(last_written):
-            last_written[count].parent.mkdir(parents=True, exist_ok=True)
-            tasks = [{"task": "perplexity"}, {"task": "niah"}]
-            last_written[count].write_text(json.dumps({"results": tasks}))
+            folder = last_written[count].parent
+            folder.mkdir(parents=True, exist_ok=True)
+            if last_written[count].name == "checkpoint.json":
+                (folder / "model.safetensors").write_bytes(b"weights")
+                write_manifest(folder, {"step": config.training.total_steps})
+            else:
+                last_written[count].write_text(json.dumps({"results": own_results(config)}))
+
+
+def own_results(config):
+    niah = {"length": config.data.seq_len, "samples": 20, "seed": 0}
+    perplexity = {"dataset": str(config.data.dataset), "split": "validation"}
+    return [
+        {"task": "niah", "metric": "accuracy", "value": 5.0, "settings": niah},
+        {"task": "perplexity", "metric": "perplexity", "value": 9.0, "settings": perplexity},
+    ]
+
+
+def test_a_damaged_checkpoint_is_trained_again(tmp_path):
+    changes = [f"run_dir={tmp_path / 'run'}", f"data.dataset={tmp_path / 'data'}"]
+    config = load_config(quickstart.CONFIG, changes)
+    folder = tmp_path / "run" / "checkpoints" / f"step-{config.training.total_steps:08d}"
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(b"weights")
+    write_manifest(folder, {"step": config.training.total_steps})
+    assert quickstart.stages(config, changes)[2].done()
+    (folder / "model.safetensors").write_bytes(b"wei")
+    assert not quickstart.stages(config, changes)[2].done()
+
+
+def test_other_evaluations_of_the_model_do_not_enter_the_table(tmp_path):
+    changes = [f"run_dir={tmp_path / 'run'}", f"data.dataset={tmp_path / 'data'}"]
+    config = load_config(quickstart.CONFIG, changes)
+    own = own_results(config)
+    other = {**own[0], "value": 99.0, "settings": {**own[0]["settings"], "length": 256}}
+    assert scores([*own, other], config) == {
+        ("niah", "accuracy"): 5.0,
+        ("perplexity", "perplexity"): 9.0,
+    }
+    assert scores([own[1], other], config) == {}
 
 
 def test_half_an_evaluation_is_not_complete(tmp_path):

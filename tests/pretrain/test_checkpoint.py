@@ -1,7 +1,9 @@
 """Checkpoints: resume to the last bit, kills at every moment of a save, refusals, retention."""
 
 import json
+import os
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,10 @@ from safetensors.torch import load_file
 
 from data_prep.shards import read_manifest
 from models.weights import load_model
-from pretrain.checkpoint import Start, find_start
+from pretrain.checkpoint import Start, find_start, save
 from pretrain.config import RunConfig, load_config
+from pretrain.distributed import World
+from pretrain.errors import TrainingFailed
 
 WriteConfig = Callable[[dict[str, Any]], Path]
 ReadLog = Callable[[Path], list[dict[str, float]]]
@@ -323,3 +327,65 @@ def test_weights_of_every_zero_stage_are_the_trained_ones(
     assert weights[0].keys() == weights[1].keys()
     for name, tensor in weights[0].items():
         torch.testing.assert_close(weights[1][name], tensor, rtol=1e-4, atol=1e-5, msg=name)
+
+
+class FailingEngine:
+    """An engine whose shards cannot be written."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def save(self, folder: Path) -> None:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "free", "reason"),
+    [
+        (RuntimeError("[enforce fail] unexpected pos 1 vs 2"), 0, "no space left on device"),
+        (OSError(28, "No space left on device"), 1 << 30, "No space left on device"),
+        (RuntimeError("odd\nlines"), 1 << 30, "odd; the newest"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_written_is_one_line(
+    settings: dict[str, Any],
+    write_config: WriteConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    free: int,
+    reason: str,
+) -> None:
+    config = load_config(write_config(settings))
+    config.run_dir.mkdir()
+    usage = shutil.disk_usage(config.run_dir)._replace(free=free)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    world = World(rank=0, size=1, local_rank=0, owns_group=False)
+    monkeypatch.setattr(World, "barrier", lambda _: None)
+    manifest = read_manifest(config.data.dataset)
+    with pytest.raises(TrainingFailed, match="cannot write checkpoint .*step-00000003") as failed:
+        save(FailingEngine(error), config, manifest, world, 3)  # type: ignore[arg-type]
+    assert reason in str(failed.value)
+    assert "\n" not in str(failed.value)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
+def test_a_full_disk_ends_the_run_in_one_line_and_room_lets_it_go_on(
+    settings: dict[str, Any], write_config: WriteConfig, run_ranks: Any, tmp_path: Path
+) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(disk)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("this machine lets nobody mount a small disk")
+    try:
+        config = write_config({**settings, "run_dir": str(disk / "run")})
+        full = run_ranks(config)
+        assert full.exit_codes == [1]
+        assert full.output.splitlines()[-1].startswith("error: cannot write checkpoint")
+        assert "Traceback" not in full.output
+        subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
+        assert run_ranks(config).exit_codes == [0]
+        assert (disk / "run/checkpoints/latest").read_text().strip() == "step-00000010"
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)

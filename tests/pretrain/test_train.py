@@ -4,6 +4,7 @@ import fcntl
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ ROOT = Path(__file__).parents[2]
     [
         ("optimizer.peek_lr=1", "did you mean optimizer.peak_lr?"),
         ("data.dataset=nowhere", "nowhere is not a data set"),
+        ("run_dir=/proc/nowhere", "run_dir cannot be written: got /proc/nowhere"),
         ("batch.batch_tokens=96", "32 * 1 * 2 = 64; use 64 or 128"),
         pytest.param(
             "parallel.device=cuda",
@@ -105,13 +107,36 @@ def test_signal_saves_and_the_same_command_goes_on(
     strike = ("pretrain.engine", "Engine.update", 5, "after")
     stopped = run_ranks(config, strike=strike, signal_number=number)
     assert stopped.exit_codes == [code]
-    assert "stopped by a signal" in stopped.output
+    assert "stopped as asked" in stopped.output
     assert (run_dir / "checkpoints/latest").read_text().strip() == "step-00000006"
     resumed = run_ranks(config)
     assert resumed.exit_codes == [0]
     assert "at step 6" in resumed.output
     assert run_ranks(config, f"run_dir={unbroken}").exit_codes == [0]
     assert read_log(run_dir) == read_log(unbroken)
+
+
+@pytest.mark.slow
+def test_a_file_named_stop_saves_and_ends_the_run(
+    settings: dict[str, Any], write_config: WriteConfig
+) -> None:
+    run_dir = Path(settings["run_dir"])
+    config = write_config(settings)
+    changes = ("training.total_steps=100000", "checkpoint.every_steps=100000")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    argv = [sys.executable, "-m", "pretrain", str(config), *changes]
+    run_dir.mkdir()
+    (run_dir / "config.yaml").touch()
+    (run_dir / "stop").touch()  # asked for before the start: does not count
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        while not (run_dir / "log.jsonl").is_file() and process.poll() is None:
+            time.sleep(0.1)
+        (run_dir / "stop").touch()
+        output, _ = process.communicate(timeout=100)
+    assert process.returncode == 143, output
+    assert "stopped as asked; start the same command again" in output
+    assert (run_dir / "checkpoints" / "latest").is_file()
+    assert not (run_dir / "stop").exists()
 
 
 def test_signal_to_one_rank_stops_all_of_them(
