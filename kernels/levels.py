@@ -44,7 +44,9 @@ def carry(levels: Tensor, position: Tensor) -> Tensor:
 
     Args:
         levels: [B, H, L, K, V] states of every level after token t - 1.
-        position: [B] int64, t for every batch row, each below 2**(L-1).
+        position: [B] int64, t for every batch row, each below 2**(L-1); on any device. On that of
+            `levels` nothing is copied between host and device and the kernels are the same for
+            every t, so the carry can be part of a CUDA graph.
 
     Returns:
         [B, H, L, K, V]; the argument is left as it is.
