@@ -91,7 +91,8 @@ def check_step(level_weights: Tensor, state: FenwickState, K: int, V: int) -> No
     if state.position.device.type == "cpu":
         check_levels(level_weights, (1,) * len(level_weights), state, K, V)
     else:
-        state.check(len(level_weights), *level_weights.shape[2:], K, V)
+        B, _, H, L = level_weights.shape
+        state.check(B, H, L, K, V)
 
 
 def _short(values: list[int]) -> str:

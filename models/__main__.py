@@ -12,18 +12,16 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from data_prep.tokenizer import Tokenizer
 from models.accounting import (
     flops_per_token,
     forward_flops_per_token,
     parameter_count,
     state_bytes,
 )
-from models.checkpoint_directory import resolve
 from models.config import PRESETS, ModelConfig
-from models.generate import generate as generate_tokens
+from models.generate_command import generate_command
 from models.language_model import LanguageModel
-from models.weights import load_config, load_model
+from models.weights import load_config
 
 INSPECTED_LENGTHS = (1024, 4096, 16_384, 65_536, 262_144, 1_048_576)
 
@@ -36,36 +34,7 @@ app = typer.Typer(
 console = Console()
 
 
-@app.command()
-def generate(
-    checkpoint: Annotated[Path, typer.Argument(help="A run, a step folder or a model directory.")],
-    prompt: Annotated[list[str], typer.Option(help="Text to continue; may be repeated.")],
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens to add at most.")] = 100,
-    temperature: Annotated[float, typer.Option(help="0 takes the most likely token.")] = 0.0,
-    top_k: Annotated[int | None, typer.Option(help="Sample among the k likeliest.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Sample among this much probability.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
-) -> None:
-    """Continue prompts."""
-    directory = resolve(checkpoint)
-    _check_device(device)
-    tokenizer = Tokenizer.load(directory / "tokenizer.model")
-    model = load_model(directory, device)
-    continued = generate_tokens(
-        model,
-        [[tokenizer.bos_id, *tokenizer.encode(text)] for text in prompt],
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        stop_ids=(tokenizer.eos_id,),
-        seed=seed,
-    )
-    for index, (text, tokens) in enumerate(zip(prompt, continued, strict=True)):
-        if index:
-            print("-" * 40)
-        print(text + tokenizer.decode(tokens))
+app.command(name="generate")(generate_command)
 
 
 @app.command()
@@ -153,19 +122,6 @@ def _bytes(number: int) -> str:
         if number >= size:
             return f"{number / size:.1f} {unit}"
     return f"{number} B"
-
-
-def _check_device(device: str) -> None:
-    try:
-        wanted = torch.device(device)
-    except RuntimeError:
-        wanted = torch.device("meta")
-    if wanted.type not in ("cpu", "cuda"):
-        raise ValueError(f"unknown device: got {device}; expected cpu, cuda or cuda:N")
-    if wanted.type == "cuda" and (wanted.index or 0) >= (found := torch.cuda.device_count()):
-        raise ValueError(
-            f"no such device: got {device}, with {found} CUDA devices here; use --device cpu"
-        )
 
 
 def main() -> None:
