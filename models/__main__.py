@@ -19,6 +19,7 @@ from models.accounting import (
     state_bytes,
 )
 from models.config import PRESETS, ModelConfig
+from models.extend_context_command import extend_context_command
 from models.generate_command import generate_command
 from models.language_model import LanguageModel
 from models.weights import load_config
@@ -35,6 +36,7 @@ console = Console()
 
 
 app.command(name="generate")(generate_command)
+app.command(name="extend-context")(extend_context_command)
 
 
 @app.command()

@@ -17,6 +17,8 @@ the same products of the same shapes, and adds what new weights contribute to ol
 term: exactly 0 until it is trained. So nothing that it did before changes by a bit.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -80,28 +82,33 @@ class LevelWeights(nn.Module):
             [*shape, H, L], >= 0, fp32.
         """
         if d is None:
-            logits = self.a.expand(*shape, *self.a.shape)
+            # The same for all tokens: activated once.
+            weights = self._activated(self.a.split(self._block_sizes, dim=-1))
+            weights = weights.expand(*shape, *weights.shape)
         else:
             with torch.autocast(d.device.type, enabled=False):
-                logits = self._logits(at_least_fp32(d))
-        softplus = self.config.activation == "softplus"
-        weights = F.softplus(logits) if softplus else logits.softmax(-1)
+                weights = self._activated(self._logits(at_least_fp32(d)))
         untied = self.num_levels - weights.shape[-1]
         if untied == 0:
             return weights
         return torch.cat([weights, weights[..., -1:].expand(*weights.shape[:-1], untied)], dim=-1)
 
-    def _logits(self, d: Tensor) -> Tensor:
+    def _activated(self, blocks: Sequence[Tensor]) -> Tensor:
+        # Block by block, contiguous: vectorised functions round the end of an array otherwise.
+        softplus = self.config.activation == "softplus"
+        active = [F.softplus(x.contiguous()) if softplus else x.softmax(-1) for x in blocks]
+        return _joined(active)
+
+    def _logits(self, d: Tensor) -> Sequence[Tensor]:
+        """The logits, one tensor for each block of weights."""
         if self.config.kind == "linear":
-            return self.a * d.unflatten(-1, self.a.shape)
+            logits = self.a * d.unflatten(-1, self.a.shape)
+            return logits.split(self._block_sizes, dim=-1)
         d = d.unflatten(-1, (-1, self.b.shape[0]))  # [..., H, W]
         if self.config.gelu:
             return self._two_layers(d)
-        start, logits = 0, []
-        for end in self.bounds:
-            logits.append(self._block(d, start, end))
-            start = end
-        return torch.cat(logits, dim=-1) if len(logits) > 1 else logits[0]
+        starts = (0, *self.bounds[:-1])
+        return [self._block(d, *block) for block in zip(starts, self.bounds, strict=True)]
 
     def _block(self, d: Tensor, start: int, end: int) -> Tensor:
         """Weights start..end-1 as of the time when there were `end`, and what came later.
@@ -119,16 +126,26 @@ class LevelWeights(nn.Module):
         later = later + self.W2[start:end, F_end:] @ self.W1[F_end:]
         return logits + d @ later.T
 
-    def _two_layers(self, d: Tensor) -> Tensor:
+    def _two_layers(self, d: Tensor) -> Sequence[Tensor]:
         factor = self.config.hidden_factor
         hidden_bounds = tuple(factor * bound for bound in self.bounds)
-        hidden = F.gelu(_grown_linear(d, self.W1, self.bounds, hidden_bounds))
-        return _grown_linear(hidden, self.W2, hidden_bounds, self.bounds) + self.b
+        hidden = _joined([F.gelu(x) for x in _by_block(d, self.W1, self.bounds, hidden_bounds)])
+        blocks = _by_block(hidden, self.W2, hidden_bounds, self.bounds)
+        biases = self.b.split(self._block_sizes)
+        return [block + bias for block, bias in zip(blocks, biases, strict=True)]
+
+    @property
+    def _block_sizes(self) -> list[int]:
+        return [end - start for start, end in zip((0, *self.bounds), self.bounds, strict=False)]
 
 
-def _grown_linear(
+def _joined(blocks: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(blocks), dim=-1) if len(blocks) > 1 else blocks[0]
+
+
+def _by_block(
     x: Tensor, weight: Tensor, inputs: tuple[int, ...], outputs: tuple[int, ...]
-) -> Tensor:
+) -> list[Tensor]:
     """x @ weight.T by blocks: outputs up to outputs[i] first as a product with the inputs up to
     inputs[i], all there were when they were made, then with the later ones."""
     blocks, start = [], 0
@@ -138,4 +155,4 @@ def _grown_linear(
             y = y + x[..., known:] @ weight[start:end, known:].T
         blocks.append(y)
         start = end
-    return torch.cat(blocks, dim=-1) if len(blocks) > 1 else blocks[0]
+    return blocks

@@ -88,7 +88,10 @@ def test_generation_reaches_max_seq_len(small_model: Build) -> None:
     model = small_model("log_linear_gated_deltanet", max_seq_len=8)
     # The last new token is not read, so one more than max_seq_len fits.
     assert len(generate(model, [[1, 2, 3]], max_new_tokens=6)[0]) == 6
-    with pytest.raises(ValueError, match=r"3 \+ 7 tokens\) too long .* got 9 tokens; expected at most .*=8; .* extend-context"):
+    with pytest.raises(
+        ValueError,
+        match=r"3 \+ 7 tokens\) too long .* got 9 tokens; expected at most .*=8; .* extend-context",
+    ):
         generate(model, [[1, 2, 3]], max_new_tokens=7)
 
 
