@@ -6,12 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from data_prep.tokenizer import train_tokenizer
 from models import __main__ as command
 from models.checkpoint_directory import step_folder, write_manifest
 from models.language_model import LanguageModel
-from models.weights import save_model
+from models.weights import load_model, save_model
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -55,6 +56,47 @@ def test_generate_prints_prompt_and_continuation(checkpoint: Path, run: Run) -> 
     assert second.startswith("def")
 
 
+def test_generate_streams_the_same_text(checkpoint: Path, run: Run) -> None:
+    arguments = ["generate", str(checkpoint), "--prompt", "import", "--max-new-tokens", "9"]
+    code, out, err = run(*arguments, "--stream")
+    assert (code, err) == (0, "")
+    assert (0, out, "") == run(*arguments)
+
+
+def test_generate_reads_prompt_files_and_stops_at_texts(
+    checkpoint: Path, run: Run, tmp_path: Path
+) -> None:
+    (tmp_path / "prompt.txt").write_text("import pytest")
+    arguments = ["generate", str(checkpoint), "--max-new-tokens", "9"]
+    _, shown, _ = run(*arguments, "--prompt", "import pytest")
+    code, out, err = run(*arguments, "--prompt-file", str(tmp_path / "prompt.txt"))
+    assert (code, err, "import pytest" + out) == (0, "", shown)
+    stop = out[2:4]
+    _, stopped, _ = run(*arguments, "--prompt-file", str(tmp_path / "prompt.txt"), "--stop", stop)
+    assert stopped == out[: out.index(stop)] + "\n"
+
+
+def test_extend_context_writes_a_longer_model(checkpoint: Path, run: Run, tmp_path: Path) -> None:
+    output = tmp_path / "longer"
+    code, out, err = run(
+        *("extend-context", str(checkpoint), str(output), "--max-seq-len", "1000", "--rule", "one")
+    )
+    assert (code, err) == (0, "")
+    assert "max_seq_len 256 -> 1000, levels 9 -> 11" in out
+    assert "equal bit for bit" in out
+    before, after = load_model(checkpoint), load_model(output)
+    tokens = torch.arange(256)[None]
+    assert torch.equal(before(tokens), after(tokens))
+    assert after(torch.arange(1000)[None] % 400).isfinite().all()
+    code, out, _ = run("generate", str(output), "--prompt", "import", "--max-new-tokens", "300")
+    assert code == 0
+    code, _, err = run("extend-context", str(checkpoint), str(output), "--max-seq-len", "1000")
+    assert (code, err) == (
+        2,
+        f"error: output exists: got {output}; expected a new or empty folder\n",
+    )
+
+
 @pytest.mark.parametrize("preset", ["tiny-log-linear-mamba2", "0.8b-attention-24-layers"])
 def test_inspect_shows_a_preset(preset: str, run: Run) -> None:
     code, out, err = run("inspect", preset)
@@ -86,7 +128,18 @@ def test_inspect_shows_a_run(checkpoint: Path, run: Run) -> None:
         ),
         (
             ("generate", "RUN", "--prompt", "x", "--max-new-tokens", "300"),
-            "error: prompt 0 .*too long",
+            "error: prompt 0 .*too long .* extend-context CHECKPOINT OUTPUT --max-seq-len 512",
+        ),
+        (("generate", "RUN"), "error: nothing to continue: give --prompt TEXT or"),
+        (("generate", "RUN", "--prompt-file", "nowhere"), "error: no prompt file: nowhere"),
+        (
+            ("generate", "RUN", "--prompt", "x", "--prompt", "y", "--stream"),
+            "error: --stream needs one prompt: got 2",
+        ),
+        (("generate", "RUN", "--prompt", "x", "--stop", ""), "error: a stop text is empty"),
+        (
+            ("extend-context", "RUN", "nowhere", "--max-seq-len", "256"),
+            "error: max_seq_len must grow: got 256",
         ),
     ],
 )
