@@ -18,9 +18,11 @@ from models.accounting import (
     parameter_count,
     state_bytes,
 )
+from models.bench_decode import bench_decode_command
 from models.config import PRESETS, ModelConfig
 from models.extend_context_command import extend_context_command
 from models.generate_command import generate_command
+from models.lambda_command import lambda_command
 from models.language_model import LanguageModel
 from models.weights import load_config
 
@@ -37,6 +39,8 @@ console = Console()
 
 app.command(name="generate")(generate_command)
 app.command(name="extend-context")(extend_context_command)
+app.command(name="lambda")(lambda_command)
+app.command(name="bench-decode")(bench_decode_command)
 
 
 @app.command()
@@ -52,6 +56,8 @@ def inspect(
         f"d_model {config.d_model}, max_seq_len {config.max_seq_len}, {config.num_levels} levels",
         highlight=False,
     )
+    if settings := _settings(config):
+        console.print(settings, highlight=False)
     console.print(_parameter_table(config))
     console.print(_length_table(config))
 
@@ -66,6 +72,28 @@ def _config(model: str) -> ModelConfig:
         f"no such model: got {model}; expected a folder or one of {', '.join(PRESETS)}; "
         f"the nearest preset is {close}"
     )
+
+
+def _settings(config: ModelConfig) -> str:
+    """The settings that change what the tables show, in words."""
+    words = []
+    if any(mixer.startswith("log_linear_") for mixer in config.layer_mixers):
+        lambda_words = f"lambda {config.level_weights.kind}"
+        if config.level_weights.tied_above is not None:
+            lambda_words += f", levels above {config.level_weights.tied_above} share a weight"
+        words.append(lambda_words)
+    if "attention" in config.layer_mixers:
+        sizes = config.attention
+        words.append(
+            f"attention {sizes.num_heads} heads, {sizes.kv_heads} key/value heads"
+            + (f", window {sizes.window}" if sizes.window else "")
+            + (", QK-norm" if sizes.qk_norm else "")
+        )
+    if config.logit_soft_cap is not None:
+        words.append(f"logits capped at {config.logit_soft_cap:g}")
+    if config.tie_embeddings:
+        words.append("tied embeddings")
+    return "; ".join(words)
 
 
 def _parameter_table(config: ModelConfig) -> Table:
@@ -91,8 +119,10 @@ def _parameter_table(config: ModelConfig) -> Table:
 
 
 def _length_table(config: ModelConfig) -> Table:
-    """FLOPs and state by length, beside the KV cache of a softmax model as wide and as deep."""
-    softmax = config.model_copy(update={"mixer": "attention"})
+    """FLOPs and state by length, beside the KV cache of a softmax model as wide and as deep, with
+    as many key/value heads per query head but no window."""
+    attention = config.attention.model_copy(update={"window": None})
+    softmax = config.model_copy(update={"mixer": "attention", "attention": attention})
     table = Table(title="Per token, per sequence", box=box.SIMPLE)
     for heading in ("tokens", "forward FLOPs", "and backward", "state", "softmax KV cache"):
         table.add_column(heading, justify="right", no_wrap=True)

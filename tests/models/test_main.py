@@ -10,7 +10,9 @@ import torch
 
 from data_prep.tokenizer import train_tokenizer
 from models import __main__ as command
+from models.accounting import state_bytes
 from models.checkpoint_directory import step_folder, write_manifest
+from models.config import PRESETS, ModelConfig
 from models.language_model import LanguageModel
 from models.weights import load_model, save_model
 
@@ -161,3 +163,43 @@ def test_model_directory_without_tokenizer_is_named(
     code, _, err = run("generate", str(tmp_path), "--prompt", "x")
     assert code == 2
     assert "tokenizer.model does not exist" in err
+
+
+def test_bench_decode_shows_speed_and_memory(run: Run) -> None:
+    arguments = ("--contexts", "100,1000000", "--batches", "1,2", "--steps", "2", "--prefill", "64")
+    code, out, err = run("bench-decode", "tiny-log-linear-mamba2", "tiny-attention", *arguments)
+    assert (code, err) == (0, "")
+    log_linear, attention = out.split("tiny-attention")
+    rows = [
+        line.split() for line in log_linear.splitlines() if line.strip().startswith("1,000,000")
+    ]
+    assert [row[1] for row in rows] == ["1", "2"]
+    assert rows[0][4] == rows[1][4] == f"{state_bytes(_at_a_million(), 2**20) / 2**20:.2f}"
+    assert "needs 3.8 GiB" in " ".join(attention.split())
+
+
+def _at_a_million() -> ModelConfig:
+    return PRESETS["tiny-log-linear-mamba2"].model_copy(update={"max_seq_len": 2**20})
+
+
+def test_inspect_names_the_settings(
+    small_model: Callable[..., LanguageModel], tmp_path: Path, run: Run
+) -> None:
+    model = small_model(
+        ("log_linear_mamba2", "attention"),
+        attention={"num_heads": 4, "num_kv_heads": 2, "window": 64, "qk_norm": True},
+        level_weights={"tied_above": 5},
+        logit_soft_cap=30.0,
+    )
+    save_model(tmp_path, model.state_dict(), model.config)
+    code, out, _ = run("inspect", str(tmp_path))
+    out = " ".join(out.split())
+    assert code == 0
+    for words in (
+        "levels above 5 share a weight",
+        "attention 4 heads, 2 key/value heads, window 64, QK-norm",
+        "logits capped at 30",
+        "blocks.*.mixer.q_norm.weight [8]",
+        "blocks.*.mixer.level_weights.b [7]",
+    ):
+        assert words in out
