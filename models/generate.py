@@ -136,7 +136,8 @@ def read_prompt(
 ) -> tuple[Tensor, ModelState]:
     """Reads tokens [B, T], T >= 1, in pieces of about PREFILL_TOKENS over all rows, which bounds
     memory whatever T is -> (logits of the last token [B, vocab_size], state)."""
-    piece_tokens = max(1, PREFILL_TOKENS // len(tokens))
+    # A power of two: chunks of the next piece then start where chunks end.
+    piece_tokens = 1 << max(1, PREFILL_TOKENS // len(tokens)).bit_length() - 1
     logits = tokens.new_empty(0)
     for piece in tokens.split(piece_tokens, dim=1):
         logits, state = model.prefill(piece, state, last_only=True)

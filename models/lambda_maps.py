@@ -7,7 +7,6 @@ import matplotlib
 matplotlib.use("Agg")  # files only: no display is needed, and none is opened
 
 import matplotlib.pyplot as plt
-import torch
 from matplotlib.figure import Figure
 
 from models.lambda_reading import LayerLambda
@@ -38,7 +37,7 @@ def draw_maps(lambdas: LayerLambda) -> Figure:
             ax.axis("off")
             continue
         image = ax.imshow(
-            weights[head],
+            weights[head].numpy(),
             origin="lower",
             aspect="auto",
             interpolation="nearest",
@@ -77,8 +76,8 @@ def draw_means(all_lambdas: list[LayerLambda]) -> Figure:
             ax.axis("off")
             continue
         lambdas = all_lambdas[index]
-        mean, deviation = lambdas.mean, lambdas.deviation
-        level = torch.arange(mean.shape[1])
+        mean, deviation = lambdas.mean.numpy(), lambdas.deviation.numpy()
+        level = range(mean.shape[1])
         for head in range(len(mean)):
             colour = plt.get_cmap("turbo")((head + 0.5) / len(mean))
             ax.plot(level, mean[head], color=colour, label=f"head {head}", marker=".", linewidth=1)
