@@ -71,5 +71,7 @@ def live_part(state: FenwickState, level_weights: Tensor) -> tuple[FenwickState,
 
 def with_live_part(state: FenwickState, live: FenwickState) -> FenwickState:
     """`live` after a step, with the empty levels of `state` above it."""
+    if live.levels.shape == state.levels.shape:
+        return live
     above = state.levels[:, :, live.levels.shape[2] :]
     return FenwickState(torch.cat([live.levels, above], dim=2), live.position)
