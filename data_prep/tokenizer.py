@@ -124,6 +124,10 @@ class Tokenizer:
             pieces.append(self._pieces[i])
         return b"".join(pieces).decode("utf-8", errors="replace")
 
+    def piece(self, token: int) -> str:
+        """The name of an id in the vocabulary, such as "<s>" or "<0x41>"."""
+        return self._processor.id_to_piece(token)
+
     def piece_bytes(self, token: int) -> bytes:
         """The UTF-8 bytes, maybe not whole characters, that an id stands for."""
         return self._pieces[token]

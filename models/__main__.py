@@ -20,6 +20,7 @@ from models.accounting import (
 )
 from models.bench_decode import bench_decode_command
 from models.config import PRESETS, ModelConfig
+from models.export_command import register as register_export
 from models.extend_context_command import extend_context_command
 from models.generate_command import generate_command
 from models.lambda_command import lambda_command
@@ -35,6 +36,7 @@ app = typer.Typer(
     add_completion=False,
 )
 console = Console()
+register_export(app)
 
 
 app.command(name="generate")(generate_command)

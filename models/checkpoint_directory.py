@@ -14,13 +14,21 @@ import logging
 import os
 import re
 from collections.abc import Collection, Mapping
+from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "checkpoint.json"
 CHECKPOINTS_FOLDER = "checkpoints"
-MODEL_FILES = ("config.json", "model.safetensors", "tokenizer.model")
+MODEL_FILES = (
+    "config.json",
+    "model.safetensors",
+    "model-*.safetensors",
+    "model.safetensors.index.json",
+    "tokenizer.model",
+)
+"""What makes up the model, as patterns of file names."""
 
 _STEP_NAME = re.compile(r"step-(\d+)")
 _TEMPORARY_SUFFIX = ".tmp"
@@ -135,7 +143,7 @@ def verify(step_dir: Path, hashes: bool = True, only: Collection[str] | None = N
 
     Args:
         hashes: also read the files and compare their hashes; False compares sizes only.
-        only: hash these files alone (sizes are compared for all).
+        only: hash files of these names or patterns alone (sizes are compared for all).
     """
     step_dir = Path(step_dir)
     try:
@@ -149,7 +157,11 @@ def verify(step_dir: Path, hashes: bool = True, only: Collection[str] | None = N
             problems.append(f"{name} is missing")
         elif (size := path.stat().st_size) != entry["bytes"]:
             problems.append(f"{name} has {size} bytes, expected {entry['bytes']}")
-        elif hashes and (only is None or name in only) and file_sha256(path) != entry["sha256"]:
+        elif (
+            hashes
+            and (only is None or any(fnmatch(name, pattern) for pattern in only))
+            and file_sha256(path) != entry["sha256"]
+        ):
             problems.append(f"{name} does not have the recorded sha256")
     return problems
 
@@ -209,7 +221,8 @@ def resolve(path: Path | str) -> Path:
         if problems := verify(path, only=MODEL_FILES):
             raise ValueError(f"checkpoint {path} is not complete: {'; '.join(problems)}")
         return path
-    if (path / "config.json").is_file() and (path / "model.safetensors").is_file():
+    weights = ("model.safetensors", "model.safetensors.index.json")
+    if (path / "config.json").is_file() and any((path / name).is_file() for name in weights):
         return path
     run_dir = path.parent if path.name == CHECKPOINTS_FOLDER else path
     newest, passed_over = newest_complete(run_dir, only=MODEL_FILES)

@@ -83,6 +83,8 @@ class GatedDeltaNetConfig(_Section):
     value_size: int = Field(default=128, ge=1)
     conv_width: int = Field(default=4, ge=2)
     """Tokens seen by the short convolutions."""
+    scale_queries: bool = True
+    """Divide queries by sqrt(key_size); the log-linear authors' released models do not."""
 
 
 class AttentionConfig(_Section):

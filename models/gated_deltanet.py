@@ -1,7 +1,7 @@
 """Gated DeltaNet and Log-Linear Gated DeltaNet mixers.
 
     q, k, v = silu(conv([q_proj(u), k_proj(u), v_proj(u)]))
-    q = l2norm(q) / sqrt(K);   k = l2norm(k)
+    q = l2norm(q) / sqrt(K);   k = l2norm(k)             (without / sqrt(K): scale_queries off)
     beta = sigmoid(b_proj(u));   log_decay = -exp(A_log) * softplus(a_proj(u) + dt_bias)
     o = log_linear_gated_delta_rule(q, k, v, log_decay, beta)
     o_proj(RMSNorm_V(o) * silu(g_proj(u)))
@@ -38,6 +38,7 @@ class GatedDeltaNet(RecurrentMixer):
         conv = ShortConvolution(sum(conv_sizes), sizes.conv_width, bias=False)
         super().__init__(config, (H, K, V), conv, log_linear)
         self.conv_sizes = conv_sizes
+        self.query_scale = K**-0.5 if sizes.scale_queries else 1.0
         self.q_proj = Linear(D, H * K)
         self.k_proj = Linear(D, H * K)
         self.v_proj = Linear(D, H * V)
@@ -56,7 +57,7 @@ class GatedDeltaNet(RecurrentMixer):
     def operands(self, x: Tensor, gates: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         a, b, _ = gates
         q, k, v = x.split(self.conv_sizes, dim=-1)
-        q = _l2_normalised(q.unflatten(-1, (self.H, self.K))) * self.K**-0.5
+        q = _l2_normalised(q.unflatten(-1, (self.H, self.K))) * self.query_scale
         k = _l2_normalised(k.unflatten(-1, (self.H, self.K)))
         v = v.unflatten(-1, (self.H, self.V))
         log_decay = -self.A_log.exp() * F.softplus(at_least_fp32(a) + self.dt_bias)

@@ -28,10 +28,13 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """Token embedding, left uninitialised."""
+    """Token embedding, left uninitialised; fp32 out, so that the residual stream is."""
 
     def reset_parameters(self) -> None:
         """Nothing: models/initialize.py owns starting values."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return at_least_fp32(super().forward(tokens))
 
 
 class RMSNorm(nn.Module):

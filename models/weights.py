@@ -1,8 +1,9 @@
-"""The model directory on disk: config.json, model.safetensors and, if any, tokenizer.model.
+"""The model directory on disk: config.json, the weights and, if any, tokenizer.model.
 
-One writer and one reader. Nothing read runs: JSON and safetensors only. A step folder of a run
-holds these files too, so it is a model directory (models/checkpoint_directory.py says which are
-complete).
+One writer and one reader. Nothing read runs: JSON and safetensors only (models/tensor_files.py).
+A step folder of a run holds these files too, so it is a model directory
+(models/checkpoint_directory.py says which are complete). `python -m models export` adds a card and
+generation settings (models/export.py).
 """
 
 import json
@@ -13,13 +14,12 @@ from pathlib import Path
 
 import torch
 from pydantic import ValidationError
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from models.checkpoint_directory import resolve, sync_folder, write_atomically
 from models.config import ModelConfig
 from models.language_model import LanguageModel
+from models.tensor_files import MAX_SHARD_BYTES, LazyTensors, as_lazy, open_tensors, save_tensors
 
 FORMAT_VERSION = 1
 
@@ -29,6 +29,7 @@ def save_model(
     state_dict: Mapping[str, Tensor],
     config: ModelConfig,
     tokenizer_path: Path | str | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Writes a model directory, each file atomically and config.json last.
 
@@ -37,18 +38,26 @@ def save_model(
         state_dict: exactly the parameters of LanguageModel(config); written as they are, on any
             device.
         tokenizer_path: copied to tokenizer.model.
+        max_shard_bytes: larger weights are cut into shards of this size.
 
     Raises:
         ValueError: state_dict is not that of the model.
     """
+    write_model(directory, as_lazy(state_dict), config, tokenizer_path, max_shard_bytes)
+
+
+def write_model(
+    directory: Path | str,
+    tensors: LazyTensors,
+    config: ModelConfig,
+    tokenizer_path: Path | str | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """`save_model` of weights that need not be in memory: at most one shard of them is."""
     directory = Path(directory)
-    _check_state_dict(state_dict, config, "state_dict")
+    check_fits(tensors, config, "state_dict")
     directory.mkdir(parents=True, exist_ok=True)
-    temporary = directory / f"model.safetensors.{os.getpid()}.tmp"
-    save_file(
-        {name: tensor.detach().contiguous() for name, tensor in state_dict.items()}, temporary
-    )
-    _replace(temporary, directory / "model.safetensors")
+    save_tensors(directory, tensors, max_shard_bytes)
     if tokenizer_path is not None:
         temporary = directory / f"tokenizer.model.{os.getpid()}.tmp"
         shutil.copyfile(tokenizer_path, temporary)
@@ -70,6 +79,11 @@ def load_config(directory: Path | str) -> ModelConfig:
     except ValueError:
         raise ValueError(f"{path} is not JSON") from None
     version = content.get("format_version") if isinstance(content, dict) else None
+    if version is None and isinstance(content, dict) and "model_type" in content:
+        raise ValueError(
+            f"{path.parent} is a Hugging Face folder (model_type {content['model_type']!r}); "
+            f"make a model directory of it: python -m models import {path.parent} OUTPUT"
+        )
     if version != FORMAT_VERSION:
         raise ValueError(
             f"{path} has format_version {version!r}; this version reads {FORMAT_VERSION}"
@@ -91,23 +105,20 @@ def load_model(path: Path | str, device: torch.device | str = "cpu") -> Language
     """
     directory = resolve(path)
     config = load_config(directory)
-    weights = directory / "model.safetensors"
-    try:
-        state_dict = load_file(weights, device=str(device))
-    except SafetensorError as error:
-        raise ValueError(f"{weights} is damaged: {error}") from None
-    _check_state_dict(state_dict, config, str(weights))
+    tensors = open_tensors(directory)
+    check_fits(tensors, config, str(directory))
     with torch.device("meta"):
         model = LanguageModel(config)
-    state_dict = {name: tensor.float() for name, tensor in state_dict.items()}
+    state_dict = {name: tensor.load().to(device).float() for name, tensor in tensors.items()}
     model.load_state_dict(state_dict, assign=True)
     return model.eval()
 
 
-def _check_state_dict(state_dict: Mapping[str, Tensor], config: ModelConfig, source: str) -> None:
+def check_fits(tensors: LazyTensors, config: ModelConfig, source: str) -> None:
+    """ValueError unless these are exactly the parameters of LanguageModel(config)."""
     with torch.device("meta"):
         expected = {name: tuple(p.shape) for name, p in LanguageModel(config).named_parameters()}
-    found = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
+    found = {name: tensor.shape for name, tensor in tensors.items()}
     problems = [f"{name} is missing" for name in expected if name not in found]
     problems += [f"{name} is unknown" for name in found if name not in expected]
     problems += [

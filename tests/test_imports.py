@@ -77,4 +77,6 @@ def test_packages_hold_a_docstring_only(folder):
 
 def test_there_is_no_drawer_for_odds_and_ends():
     names = {"utils.py", "common.py", "helpers.py", "misc.py"}
-    assert not [p for folder in MAY_IMPORT for p in (ROOT / folder).rglob("*.py") if p.name in names]
+    assert not [
+        p for folder in MAY_IMPORT for p in (ROOT / folder).rglob("*.py") if p.name in names
+    ]

@@ -40,8 +40,8 @@ def relative_errors(run, inputs):
         leaves = [x.to(device, dtype).requires_grad_() for x in inputs]
         o = run(leaves, backend)
         gradients = torch.autograd.grad(o, leaves, tangent.to(o))
-        results.append([x.double().cpu() for x in (o, *gradients)])
-    return [float((a - e).norm() / e.norm()) for e, a in zip(*results, strict=True)]
+        results.append([x.detach().double().cpu() for x in (o, *gradients)])
+    return [((a - e).norm() / e.norm()).item() for e, a in zip(*results, strict=True)]
 
 
 @pytest.mark.parametrize("name", OPERATORS)

@@ -1,0 +1,196 @@
+"""Perplexity and bits per byte of text files or of a split of a data set.
+
+What is measured: nll = -sum of ln p(token), over every scored token, each scored once.
+
+    nll_per_token   nll / tokens           nats; the number that training logs as loss
+    perplexity      exp(nll / tokens)      per token, so it depends on the tokenizer
+    bits_per_byte   nll / (ln 2 * bytes)   survives a change of tokenizer: compare models by it
+
+Text files: each file is one document. All its tokens are scored, the first one after BOS; nothing
+is scored for the end of the document; bytes are those of the file. Two files never share a window.
+
+    file "to be or", window 2     reads   BOS to | to be |  ... see scoring.rolling_windows
+                                  scores  to  be |    or |
+
+Data set split: packed rows exactly as training reads them. Scored are the labels of the row: the
+next token of the same document in the same row. Hence excluded: the first token of a document piece
+(nothing of its document stands before it in the row). Included: the EOS that ends a document. Bytes
+are those of the scored tokens (EOS has none), so numerator and denominator cover the same text.
+
+    unigram_entropy   nats; entropy of the scored tokens' own frequencies: the lowest loss that a
+                      model without any context can have, so a trained one must be below it
+
+Source: bits per byte as sum of nats over sum of bytes, as in The Pile (arXiv 2101.00027, section
+3.1).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from data_prep.shards import Rows, read_manifest
+from eval.progress import track
+from eval.result import Options, Result, Subject
+from eval.scoring import (
+    IGNORE,
+    Score,
+    exponential,
+    mean_and_error,
+    rolling_windows,
+    row_batches,
+    score,
+    total,
+    window_batches,
+)
+from eval.text_files import read_bytes, read_text
+
+VERSION = 1
+
+
+def perplexity(subject: Subject, options: Options) -> list[Result]:
+    """nll_per_token, perplexity and bits_per_byte of the texts, of the data set split, or of
+    both."""
+    if not options.texts and options.dataset is None:
+        raise ValueError(
+            "task perplexity has no text: got neither --text nor --dataset; expected one of them; "
+            "add --text FILE or --dataset DATASET"
+        )
+    results = []
+    if options.texts:
+        results += text_perplexity(subject, options)
+    if options.dataset is not None:
+        results += dataset_perplexity(subject, options, options.dataset)
+    return results
+
+
+def score_documents(
+    subject: Subject, documents: list[list[int]], prefix: int, options: Options, what: str
+) -> list[Score]:
+    """One Score per document; documents never share a window. Empty documents score nothing."""
+    window = subject.max_seq_len if options.window is None else options.window
+    subject.check_length("the scoring window", window)
+    stride = window if options.stride is None else options.stride
+    windows = [list(rolling_windows(d, prefix, window=window, stride=stride)) for d in documents]
+    flat = [w for document in windows for w in document]
+    batches = window_batches(flat, options.batch_tokens)
+    scores = track(score(subject.model, batches, subject.device), len(flat), what)
+    return [total(next(scores) for _ in document) for document in windows]
+
+
+def window_settings(subject: Subject, options: Options) -> dict[str, int | str]:
+    """The settings of a rolling score that change its value."""
+    window = subject.max_seq_len if options.window is None else options.window
+    return {
+        "window": window,
+        "stride": window if options.stride is None else options.stride,
+        "bos": "first window of each document",
+    }
+
+
+def text_perplexity(subject: Subject, options: Options) -> list[Result]:
+    """Perplexity of text files; see the module's text."""
+    tokenizer = subject.need_tokenizer("perplexity")
+    documents = [tokenizer.encode(read_text(path)) for path in options.texts]
+    scores = score_documents(subject, documents, tokenizer.bos_id, options, "perplexity")
+    settings = {
+        "text": [path.name for path in options.texts],
+        **window_settings(subject, options),
+    }
+    return _results(scores, sum(len(read_bytes(path)) for path in options.texts), settings)
+
+
+def dataset_perplexity(subject: Subject, options: Options, dataset: Path) -> list[Result]:
+    """Perplexity of a split of a packed data set; see the module's text."""
+    tokenizer = subject.need_tokenizer("perplexity")
+    manifest = read_manifest(dataset)
+    if manifest.kind != "text":
+        raise ValueError(
+            f"task perplexity reads text: got a data set of kind {manifest.kind!r} in {dataset}; "
+            "expected kind 'text'; use --tasks mqar for MQAR rows"
+        )
+    if manifest.tokenizer_sha256 != tokenizer.sha256:
+        raise ValueError(
+            f"tokenizers differ: got data set {dataset} packed with {manifest.tokenizer_sha256}; "
+            "expected "
+            f"the model's tokenizer {tokenizer.sha256}; pack the data with the model's "
+            "tokenizer.model"
+        )
+    subject.check_length(f"a row of {dataset}", manifest.row_tokens)
+    rows = Rows(dataset, options.split)
+    byte_lengths = tokenizer.token_bytes
+    scored_bytes = 0
+    frequencies = np.zeros(manifest.vocab_size, dtype=np.int64)
+
+    def counted() -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        nonlocal scored_bytes
+        for i in range(len(rows)):
+            row = rows[i]
+            labels = row.labels[row.labels != IGNORE]
+            scored_bytes += int(byte_lengths[labels].sum())
+            np.add.at(frequencies, labels, 1)
+            yield row.tokens, row.labels, row.document_starts
+
+    batches = row_batches(counted(), options.batch_tokens)
+    scores = list(
+        track(score(subject.model, batches, subject.device), len(rows), f"perplexity of {dataset}")
+    )
+    settings = {
+        "dataset": str(dataset),
+        "split": options.split,
+        "row_tokens": manifest.row_tokens,
+        "bos": "as packed: first token of each document",
+    }
+    results = _results(scores, scored_bytes, settings)
+    entropy = Result(
+        task="perplexity",
+        version=VERSION,
+        metric="unigram_entropy",
+        value=unigram_entropy(frequencies),
+        unit="nats",
+        count=results[0].count,
+        standard_error=None,
+        settings=results[0].settings,
+    )
+    return [*results, entropy]
+
+
+def unigram_entropy(frequencies: np.ndarray) -> float:
+    """-sum p ln p in nats of p = frequencies / their sum."""
+    p = frequencies[frequencies > 0] / frequencies.sum()
+    return float(-np.sum(p * np.log(p)))
+
+
+def _results(scores: list[Score], size_bytes: int, settings: dict) -> list[Result]:
+    everything = total(scores)
+    if everything.tokens == 0 or size_bytes == 0:
+        raise ValueError(
+            f"nothing to score: got {everything.tokens} scored tokens, {size_bytes} bytes; "
+            "expected some text"
+        )
+    mean, error = mean_and_error([s for s in scores if s.tokens])
+    perplexity_value = exponential(mean)
+    tokens_per_byte_bits = everything.tokens / size_bytes / math.log(2)
+
+    def result(metric: str, value: float, unit: str, count: int, slope: float) -> Result:
+        return Result(
+            task="perplexity",
+            version=VERSION,
+            metric=metric,
+            value=value,
+            unit=unit,
+            count=count,
+            standard_error=None if error is None else error * slope,
+            settings={**settings, "tokens": everything.tokens, "bytes": size_bytes},
+        )
+
+    return [
+        result("nll_per_token", mean, "nats", everything.tokens, 1.0),
+        result("perplexity", perplexity_value, "per token", everything.tokens, perplexity_value),
+        result(
+            "bits_per_byte", mean * tokens_per_byte_bits, "bits", size_bytes, tokens_per_byte_bits
+        ),
+    ]

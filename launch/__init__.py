@@ -1,0 +1,1 @@
+"""Starting `python -m pretrain` on many processes and machines; and the quickstart."""

@@ -1,0 +1,1 @@
+"""What an exported folder runs inside transformers; folder.py makes the files."""

@@ -1,0 +1,1 @@
+"""Training: run configuration, DeepSpeed engine, loop, checkpoints and metrics."""

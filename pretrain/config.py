@@ -1,0 +1,370 @@
+"""RunConfig: every setting of a training run, with its unit and its rule.
+
+A run is described by one YAML file plus `section.key=value` overrides. The tree is frozen, unknown
+keys are refused with the nearest known one named, and whatever can be checked without the data set
+is checked here; `check_data` holds it against the data set and the number of ranks. DeepSpeed's
+JSON and the learning rate are derived from it elsewhere; this module imports no torch, so that
+launchers can read a config quickly.
+"""
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import ErrorDetails
+
+from data_prep.shards import Manifest, read_manifest
+from models.config import PRESETS, ModelConfig
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class DataConfig(_Section):
+    """Which rows are read, and in which order."""
+
+    dataset: Path
+    """Folder written by `python -m data_prep` (manifest.json, train/, validation/)."""
+    seq_len: int = Field(ge=2)
+    """Tokens in a training row; divides the row_tokens of the data set."""
+    shuffle_seed: int = Field(default=0, ge=0)
+    """The order of the rows of epoch e is a function of (shuffle_seed, e) alone."""
+    loader_threads: int = Field(default=1, ge=0)
+    """Threads per rank, each of which reads one update ahead; 0 reads when the rows are needed."""
+
+
+class BatchConfig(_Section):
+    """How many tokens make one update; the number of accumulated micro-batches follows from it."""
+
+    batch_tokens: int = Field(ge=1)
+    """Tokens in one update over all ranks: a multiple of seq_len * micro_batch_rows * ranks."""
+    micro_batch_rows: int = Field(ge=1)
+    """Rows in one pass of one rank; changes memory and speed, the result only by rounding."""
+
+
+class OptimizerConfig(_Section):
+    """AdamW and gradient clipping."""
+
+    peak_lr: float = Field(gt=0)
+    """Learning rate after the warmup."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.1, ge=0)
+    """Decoupled weight decay of the parameters that are classed for it
+    (models/parameter_groups.py).
+    """
+    clip_norm: float | None = Field(default=1.0, gt=0)
+    """Largest global gradient norm; larger gradients are scaled down to it. null: no clipping."""
+
+    @field_validator("betas")
+    @classmethod
+    def _betas_are_averages(cls, betas: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError("expected two numbers in [0, 1)")
+        return betas
+
+
+class ScheduleConfig(_Section):
+    """Learning rate against the step (pretrain/schedule.py has the equations)."""
+
+    kind: Literal["constant", "cosine", "wsd"] = "cosine"
+    warmup_steps: int = Field(default=0, ge=0)
+    """Updates over which the learning rate rises linearly to optimizer.peak_lr."""
+    decay_steps: int | None = Field(default=None, ge=1)
+    """wsd only: updates at the end of the run over which the learning rate falls linearly."""
+    final_lr_fraction: float = Field(default=0.1, ge=0, le=1)
+    """cosine and wsd: learning rate of the last update, as a fraction of optimizer.peak_lr."""
+
+    @model_validator(mode="after")
+    def _decay_steps_belong_to_wsd(self) -> "ScheduleConfig":
+        if self.kind == "wsd" and self.decay_steps is None:
+            raise ValueError("schedule.decay_steps is missing: schedule.kind wsd needs it")
+        if self.kind != "wsd" and self.decay_steps is not None:
+            raise ValueError(
+                f"schedule.decay_steps acts on schedule.kind wsd only: got kind {self.kind}; "
+                "leave it out"
+            )
+        return self
+
+
+class ParallelConfig(_Section):
+    """How the work is spread and in which precision it is computed."""
+
+    zero_stage: Literal[0, 1, 2, 3] = 2
+    """DeepSpeed ZeRO: 0 copies everything, 1 shards optimizer state, 2 also gradients, 3 also
+    parameters.
+    """
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Of the matrix products. Parameters, gradients, their reduction and the optimizer are fp32 in
+    both.
+    """
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: a GPU where there is one."""
+
+
+class TrainingConfig(_Section):
+    """The length of the run."""
+
+    total_steps: int = Field(ge=1)
+    """Updates until the run is complete."""
+
+
+class ValidationConfig(_Section):
+    """Loss on the validation split during training."""
+
+    every_steps: int | None = Field(default=None, ge=1)
+    """Updates between validations, which also take place after the last one. null: none."""
+    rows: int = Field(default=64, ge=1)
+    """Rows of seq_len tokens, spread evenly over the validation split; all if it has fewer."""
+
+
+class CheckpointConfig(_Section):
+    """When training state is written, and how much of it stays."""
+
+    every_steps: int = Field(ge=1)
+    """Updates between checkpoints; one is also written after the last update and when a signal
+    stops the run.
+    """
+    keep_last: int | None = Field(default=2, ge=1)
+    """Complete checkpoints that stay; older ones are removed. null: all."""
+
+
+class LoggingConfig(_Section):
+    """What appears on the screen; RUN/log.jsonl and TensorBoard get every step."""
+
+    every_steps: int = Field(default=10, ge=1)
+    """Updates between log lines."""
+
+
+class RunConfig(_Section):
+    """Every setting of a run."""
+
+    run_dir: Path
+    """Folder of the run: config.yaml, log.jsonl, tensorboard/, checkpoints/. Start again with it to
+    resume.
+    """
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    """Decides initial parameters and everything random in a step; the order of rows has
+    data.shuffle_seed.
+    """
+    model: ModelConfig
+    """Either all of it, or `preset: NAME` (models/config.py) and the settings that differ from
+    that.
+    """
+    data: DataConfig
+    batch: BatchConfig
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig = ScheduleConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    training: TrainingConfig
+    validation: ValidationConfig = ValidationConfig()
+    checkpoint: CheckpointConfig
+    logging: LoggingConfig = LoggingConfig()
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _preset_is_the_ground_of_model(cls, model: Any) -> Any:
+        if not isinstance(model, Mapping) or "preset" not in model:
+            return model
+        settings = dict(model)
+        name = settings.pop("preset")
+        if name not in PRESETS:
+            near = difflib.get_close_matches(str(name), PRESETS, n=1)
+            raise ValueError(
+                f"expected one of {', '.join(PRESETS)}"
+                + (f"; did you mean {near[0]}?" if near else "")
+            )
+        return _merge(PRESETS[name].model_dump(), settings)
+
+    @model_validator(mode="after")
+    def _settings_fit_each_other(self) -> "RunConfig":
+        if self.data.seq_len > self.model.max_seq_len:
+            raise ValueError(
+                f"data.seq_len is longer than the model reads: got {self.data.seq_len}; expected "
+                "at most "
+                f"model.max_seq_len={self.model.max_seq_len}; raise model.max_seq_len"
+            )
+        if self.batch.batch_tokens % (self.data.seq_len * self.batch.micro_batch_rows):
+            raise ValueError(_batch_message(self, world_size=1))
+        decay_steps = self.schedule.decay_steps or 0
+        if self.schedule.warmup_steps + decay_steps > self.training.total_steps:
+            raise ValueError(
+                f"schedule.warmup_steps + schedule.decay_steps is longer than the run: got "
+                f"{self.schedule.warmup_steps} + {decay_steps}; expected at most "
+                f"training.total_steps={self.training.total_steps}; shorten them"
+            )
+        return self
+
+    @property
+    def batch_rows(self) -> int:
+        """Rows in one update over all ranks."""
+        return self.batch.batch_tokens // self.data.seq_len
+
+    def micro_batches(self, world_size: int) -> int:
+        """Micro-batches that each rank accumulates in one update."""
+        return self.batch_rows // (self.batch.micro_batch_rows * world_size)
+
+
+def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
+    """Reads a run's YAML file and applies overrides.
+
+    Args:
+        path: YAML file with the tree of RunConfig.
+        overrides: `section.key=value` each, the value in YAML; later ones win.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is not YAML or a setting is wrong; one line for each fault.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no config: got {path}; expected a YAML file")
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(tree, dict):
+        raise ValueError(
+            f"{path} holds no settings: expected run_dir, model, data, ... as a mapping"
+        )
+    for override in overrides:
+        tree = _merge(tree, _parse_override(override))
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as error:
+        raise ValueError("\n".join(_one_line(details) for details in error.errors())) from None
+
+
+def dump_config(config: RunConfig) -> str:
+    """The resolved config as YAML; load_config reads it back to an equal RunConfig."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def checked_manifest(config: RunConfig, world_size: int) -> Manifest:
+    """The manifest of the run's data set, held against the config (`check_data`).
+
+    Raises:
+        FileNotFoundError, ValueError: there is no such data set, or it does not fit.
+    """
+    manifest = read_manifest(config.data.dataset)
+    check_data(config, manifest, world_size)
+    return manifest
+
+
+def check_data(config: RunConfig, manifest: Manifest, world_size: int) -> None:
+    """Holds a config against its data set and the number of ranks.
+
+    Raises:
+        ValueError: they do not fit; the message names the numbers.
+    """
+    if config.batch_rows % (config.batch.micro_batch_rows * world_size):
+        raise ValueError(_batch_message(config, world_size))
+    if manifest.row_tokens % config.data.seq_len:
+        raise ValueError(
+            f"data.seq_len does not divide the rows of {config.data.dataset}: got "
+            f"{config.data.seq_len}; "
+            f"expected a divisor of row_tokens={manifest.row_tokens}; change data.seq_len or pack "
+            "again"
+        )
+    if manifest.vocab_size > config.model.vocab_size:
+        raise ValueError(
+            f"model.vocab_size is smaller than that of {config.data.dataset}: got "
+            f"{config.model.vocab_size}; "
+            f"expected at least {manifest.vocab_size}; raise model.vocab_size"
+        )
+    if config.validation.every_steps is not None and _rows(manifest, "validation") == 0:
+        raise ValueError(
+            f"validation.every_steps is set but {config.data.dataset} has no validation rows; "
+            "set validation.every_steps=null or prepare the data with a validation split"
+        )
+    if _rows(manifest, "train") == 0:
+        raise ValueError(f"{config.data.dataset} has no training rows")
+
+
+def _rows(manifest: Manifest, split: str) -> int:
+    return manifest.splits[split].rows if split in manifest.splits else 0
+
+
+def _batch_message(config: RunConfig, world_size: int) -> str:
+    rows, seq_len = config.batch.micro_batch_rows, config.data.seq_len
+    unit = seq_len * rows * world_size
+    below = config.batch.batch_tokens // unit * unit
+    choices = f"{below} or {below + unit}" if below else f"{unit}"
+    return (
+        f"batch.batch_tokens does not split evenly: got {config.batch.batch_tokens}; expected a "
+        "multiple of "
+        f"data.seq_len * batch.micro_batch_rows * ranks = {seq_len} * {rows} * {world_size} = "
+        f"{unit}; "
+        f"use {choices}"
+    )
+
+
+def _merge(ground: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`ground` with the leaves of `changes` put in."""
+    merged = dict(ground)
+    for key, value in changes.items():
+        old = merged.get(key)
+        if isinstance(old, Mapping) and isinstance(value, Mapping):
+            merged[key] = _merge(old, value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def _parse_override(override: str) -> dict[str, Any]:
+    path, equals, text = override.partition("=")
+    if not equals or not all(path.split(".")):
+        raise ValueError(
+            f"override is not understood: got {override!r}; expected section.key=value, "
+            "for example optimizer.peak_lr=3e-4"
+        )
+    try:
+        value: Any = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ValueError(f"value of {path} is not YAML: got {text!r}") from None
+    for key in reversed(path.split(".")):
+        value = {key: value}
+    return value
+
+
+def setting_names(section: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[str]:
+    """Dotted names of every setting of a section, its sub-sections followed."""
+    for name, field in section.model_fields.items():
+        yield prefix + name
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from setting_names(field.annotation, f"{prefix}{name}.")
+
+
+def _one_line(details: ErrorDetails) -> str:
+    """One fault as `<setting> ...: got <value>; expected <rule>`."""
+    name = ".".join(str(part) for part in details["loc"])
+    message = details["msg"].removeprefix("Value error, ")
+    if details["type"] == "extra_forbidden":
+        near = _nearest(name)
+        return f"unknown setting: got {name}" + (f"; did you mean {near}?" if near else "")
+    if details["type"] == "missing":
+        return f"setting is missing: expected {name}"
+    if details["type"] == "value_error" and isinstance(details["input"], Mapping):
+        if name == "model" and "preset" in details["input"]:
+            return f"model.preset is unknown: got {details['input']['preset']!r}; {message}"
+        return message if name in ("", "schedule") else f"{name}: {message}"
+    rule = re.sub(r"^Input should be", "expected", message)
+    return f"{name} is wrong: got {details['input']!r}; {rule}"
+
+
+def _nearest(name: str) -> str | None:
+    names = list(setting_names())
+    section, _, key = name.rpartition(".")
+    siblings = {n.rpartition(".")[2]: n for n in names if n.rpartition(".")[0] == section}
+    if near := difflib.get_close_matches(key, siblings, n=1):
+        return siblings[near[0]]
+    by_last_part = {n.rpartition(".")[2]: n for n in names}
+    if key in by_last_part:
+        return by_last_part[key]
+    near = difflib.get_close_matches(name, names, n=1)
+    return near[0] if near else None

@@ -1,0 +1,171 @@
+"""Batches whose content is a function of the step.
+
+Every packed row is cut into training rows of seq_len tokens. The run reads one endless sequence of
+them, the permutations of epoch 0, 1, 2, ... one after the other, and update s (counted from 0)
+takes rows [s * R, (s + 1) * R) of it, R = batch_tokens / seq_len:
+
+    sequence   | permutation of epoch 0       | permutation of epoch 1       | ...
+    update     |   0   |   1   |   2   |   3     |   4   |   5   |
+    rank       |r0 | r1|r0 | r1| ...     R / ranks rows each, cut into micro-batches
+
+So the position in the data is the step and nothing else has to be stored, a resumed run reads
+exactly what an unbroken one would, and the rows of an update do not depend on the number of ranks.
+"""
+
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from data_prep.shards import IGNORED_LABEL, Row, Rows
+from pretrain.config import RunConfig
+from pretrain.errors import TrainingFailed
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Rows of one forward pass.
+
+    tokens, labels: [B, T] int64; labels[b, t] is what logits[b, t] has to predict, or -100.
+    cu_seqlens: [N+1] int64 on the CPU, document starts in the flattened B * T tokens and B * T at
+        the end; None when
+        every row is one document.
+    """
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    cu_seqlens: torch.Tensor | None
+
+    @property
+    def valid_tokens(self) -> int:
+        """Labels that count in the loss."""
+        return int((self.labels != IGNORED_LABEL).sum())
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        """The same micro-batch with tokens and labels on `device`."""
+        return MicroBatch(
+            self.tokens.to(device, non_blocking=True),
+            self.labels.to(device, non_blocking=True),
+            self.cu_seqlens,
+        )
+
+
+class TrainingRows:
+    """The rows of a split, cut into rows of seq_len tokens.
+
+    A document that is cut goes on at the start of the next row as a document of its own.
+
+    Args:
+        dataset: folder written by data_prep.
+        split: "train" or "validation".
+        seq_len: tokens of a row; divides the data set's row_tokens.
+    """
+
+    def __init__(self, dataset: Path, split: str, seq_len: int) -> None:
+        self.rows = Rows(dataset, split)
+        self.seq_len = seq_len
+        self.pieces = self.rows.manifest.row_tokens // seq_len
+
+    def __len__(self) -> int:
+        return len(self.rows) * self.pieces
+
+    def __getitem__(self, index: int) -> Row:
+        row = self.rows[index // self.pieces]
+        begin = index % self.pieces * self.seq_len
+        end = begin + self.seq_len
+        inside = row.document_starts[(row.document_starts > begin) & (row.document_starts < end)]
+        return Row(
+            tokens=row.tokens[begin:end],
+            labels=row.labels[begin:end],
+            document_starts=np.concatenate([[0], inside - begin]).astype(np.int64),
+        )
+
+
+@lru_cache(maxsize=2)  # an update touches two epochs at most unless the data set is tiny
+def epoch_order(num_rows: int, shuffle_seed: int, epoch: int) -> np.ndarray:
+    """The permutation of [0, num_rows) in which epoch `epoch` reads its rows."""
+    return np.random.default_rng([shuffle_seed, epoch]).permutation(num_rows)
+
+
+def rows_of_update(update: int, batch_rows: int, num_rows: int, shuffle_seed: int) -> list[int]:
+    """Training rows of update `update` (counted from 0) over all ranks, in order."""
+    positions = range(update * batch_rows, (update + 1) * batch_rows)
+    return [
+        int(epoch_order(num_rows, shuffle_seed, position // num_rows)[position % num_rows])
+        for position in positions
+    ]
+
+
+def collate(rows: Sequence[Row]) -> MicroBatch:
+    """Stacks rows of equal length and joins their document starts."""
+    T = len(rows[0].tokens)
+    starts = [torch.from_numpy(row.document_starts + b * T) for b, row in enumerate(rows)]
+    packed = any(len(row.document_starts) > 1 for row in rows)
+    end = torch.tensor([len(rows) * T])
+    return MicroBatch(
+        tokens=torch.stack([torch.from_numpy(row.tokens) for row in rows]),
+        labels=torch.stack([torch.from_numpy(row.labels) for row in rows]),
+        cu_seqlens=torch.cat([*starts, end]) if packed else None,
+    )
+
+
+def training_batches(
+    rows: TrainingRows, config: RunConfig, rank: int, world_size: int, first_update: int
+) -> Iterator[list[MicroBatch]]:
+    """This rank's micro-batches of every update from `first_update` (counted from 0) to the end.
+
+    Raises:
+        TrainingFailed: a shard is missing or damaged.
+    """
+    rank_rows = config.batch_rows // world_size
+    size = config.batch.micro_batch_rows
+
+    def read(update: int) -> list[MicroBatch]:
+        order = rows_of_update(update, config.batch_rows, len(rows), config.data.shuffle_seed)
+        mine = order[rank * rank_rows : (rank + 1) * rank_rows]
+        return [
+            collate([rows[index] for index in mine[begin : begin + size]])
+            for begin in range(0, rank_rows, size)
+        ]
+
+    updates = iter(range(first_update, config.training.total_steps))
+    ahead = config.data.loader_threads
+    try:
+        if ahead == 0:
+            yield from map(read, updates)
+            return
+        with ThreadPoolExecutor(ahead) as pool:
+            reading = deque(pool.submit(read, update) for update in islice(updates, ahead))
+            while reading:
+                batches = reading.popleft().result()
+                reading.extend(pool.submit(read, update) for update in islice(updates, 1))
+                yield batches
+    except (ValueError, OSError) as error:
+        raise TrainingFailed(f"rows cannot be read: {error}") from error
+
+
+def validation_batches(
+    rows: TrainingRows, config: RunConfig, rank: int, world_size: int
+) -> Iterator[MicroBatch]:
+    """This rank's share of validation.rows rows, spread evenly over the split.
+
+    Every rank gets equally many micro-batches: ZeRO-3 gathers parameters in every forward pass with
+    all ranks taking part. A rank whose rows have run out gets a row without a label that counts.
+    """
+    wanted = min(config.validation.rows, len(rows))
+    size = config.batch.micro_batch_rows
+    mine = [i * len(rows) // wanted for i in range(rank, wanted, world_size)]
+    for i in range(math.ceil(wanted / (world_size * size))):
+        chosen = mine[i * size : (i + 1) * size]
+        if chosen:
+            yield collate([rows[index] for index in chosen])
+        else:
+            filler = collate([rows[0]])
+            yield replace(filler, labels=torch.full_like(filler.labels, IGNORED_LABEL))

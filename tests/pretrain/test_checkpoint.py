@@ -1,0 +1,325 @@
+"""Checkpoints: resume to the last bit, kills at every moment of a save, refusals, retention."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from data_prep.shards import read_manifest
+from models.weights import load_model
+from pretrain.checkpoint import Start, find_start
+from pretrain.config import RunConfig, load_config
+
+WriteConfig = Callable[[dict[str, Any]], Path]
+ReadLog = Callable[[Path], list[dict[str, float]]]
+
+Moment = tuple[str, str, int, str]  # module, function, n-th call in the process, before or after it
+
+IN_UPDATE_5: Moment = ("pretrain.engine", "Engine.update", 5, "before")
+IN_SECOND_SAVE: Moment = ("pretrain.checkpoint", "write_manifest", 2, "before")
+# One run that saves at 3, 6, 9 and 10 is killed at all of these, one after the other.
+EVERY_MOMENT: list[Moment] = [
+    ("pretrain.engine", "Engine.update", 1, "after"),  # nothing saved yet
+    IN_UPDATE_5,  # at step 5, saved at 3
+    ("pretrain.engine", "Engine.validation_loss", 1, "after"),  # at step 4
+    ("pretrain.engine", "Engine.save", 1, "before"),  # the save of step 6, from its start
+    ("pretrain.engine", "Engine.save", 1, "after"),
+    ("pretrain.checkpoint", "save_model", 1, "before"),
+    ("pretrain.checkpoint", "save_model", 1, "after"),
+    ("pretrain.checkpoint", "write_manifest", 1, "before"),
+    ("pretrain.checkpoint", "write_manifest", 1, "after"),  # saved at 6, `latest` still says 3
+    ("pretrain.checkpoint", "write_atomically", 1, "after"),  # saved at 9, nothing removed yet
+    ("shutil", "rmtree", 2, "before"),  # saved at 10, killed while 9 is removed
+]
+
+
+@pytest.fixture
+def check_kills(
+    settings: dict[str, Any], write_config: WriteConfig, run_ranks: Any, read_log: ReadLog
+) -> Callable[..., None]:
+    """Kills a run at each of some moments, lets it finish, compares it with an unbroken one."""
+
+    def check(stage: int, ranks: int, moments: list[Moment], struck_rank: int = 0) -> None:
+        settings["parallel"]["zero_stage"] = stage
+        settings["checkpoint"]["keep_last"] = 1
+        config = write_config(settings)
+        run_dir = Path(settings["run_dir"])
+        for moment in moments:
+            broken = run_ranks(config, ranks=ranks, strike=moment, struck_rank=struck_rank)
+            assert broken.exit_codes[struck_rank] == -9, f"{moment}: {broken.output}"
+        finished = run_ranks(config, ranks=ranks)
+        assert finished.exit_codes == [0] * ranks, finished.output
+        unbroken = run_dir.with_name("unbroken")
+        assert run_ranks(config, f"run_dir={unbroken}", ranks=ranks).exit_codes == [0] * ranks
+        assert len(read_log(unbroken)) == 10 + 3
+        assert read_log(run_dir) == read_log(unbroken)
+        weights = "checkpoints/step-00000010/model.safetensors"
+        assert (run_dir / weights).read_bytes() == (unbroken / weights).read_bytes()
+
+    return check
+
+
+def test_killed_run_gives_the_same_losses_to_the_last_bit(check_kills: Any) -> None:
+    check_kills(stage=2, ranks=2, moments=[IN_SECOND_SAVE])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stage", "ranks", "moments"),
+    [
+        (0, 1, EVERY_MOMENT),
+        (0, 2, [IN_UPDATE_5]),
+        (1, 1, [IN_SECOND_SAVE]),
+        (1, 2, [IN_UPDATE_5]),
+        (2, 1, [IN_UPDATE_5]),
+        (2, 2, EVERY_MOMENT),
+        (3, 1, [IN_UPDATE_5]),
+        (3, 2, EVERY_MOMENT),
+    ],
+    ids=lambda value: f"{len(value)}-kills" if isinstance(value, list) else str(value),
+)
+def test_run_killed_at_any_moment_gives_the_same_losses_to_the_last_bit(
+    check_kills: Any, stage: int, ranks: int, moments: list[Moment]
+) -> None:
+    check_kills(stage, ranks, moments)
+
+
+@pytest.mark.slow
+def test_run_whose_second_rank_is_killed_gives_the_same_losses(check_kills: Any) -> None:
+    save = ("pretrain.engine", "Engine.save", 1, "before")
+    check_kills(stage=2, ranks=2, moments=[IN_UPDATE_5, save], struck_rank=1)
+
+
+@pytest.fixture(scope="session")
+def killed_run(
+    small_run: dict[str, Any], run_ranks: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A run that was killed while it wrote step 6."""
+    folder = tmp_path_factory.mktemp("killed")
+    config = folder / "config.yaml"
+    config.write_text(yaml.safe_dump(small_run | {"run_dir": str(folder / "run")}))
+    assert run_ranks(config, strike=IN_SECOND_SAVE).exit_codes == [-9]
+    return folder / "run"
+
+
+@pytest.fixture
+def run_dir(killed_run: Path, settings: dict[str, Any]) -> Path:
+    """A copy of that run, at the run_dir of `settings`."""
+    return Path(shutil.copytree(killed_run, settings["run_dir"]))
+
+
+def start(settings: dict[str, Any], world_size: int = 1) -> Start:
+    config = RunConfig.model_validate(settings)
+    return find_start(config, read_manifest(config.data.dataset), world_size)
+
+
+def changed(settings: dict[str, Any], override: str) -> dict[str, Any]:
+    """`settings` after one section.key=value."""
+    path, _, value = override.partition("=")
+    *sections, key = path.split(".")
+    tree = settings
+    for section in sections:
+        tree = tree.setdefault(section, {})
+    tree[key] = yaml.safe_load(value)
+    return settings
+
+
+def test_half_written_checkpoint_is_passed_over_and_named(
+    settings: dict[str, Any], run_dir: Path, write_config: WriteConfig, run_ranks: Any
+) -> None:
+    assert (run_dir / "checkpoints/step-00000006/model.safetensors").exists()
+    resumed = run_ranks(write_config(settings))
+    assert resumed.exit_codes == [0]
+    assert "warning: step-00000006 passed over" in resumed.output
+    assert "at step 3 from step-00000003" in resumed.output
+
+
+def test_damaged_newest_checkpoint_is_passed_over_and_named(
+    settings: dict[str, Any], run_dir: Path
+) -> None:
+    checkpoints = run_dir / "checkpoints"
+    shutil.copytree(checkpoints / "step-00000003", checkpoints / "step-00000009")
+    weights = checkpoints / "step-00000009/model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    found = start(settings)
+    assert found.step == 3
+    assert [note.partition(":")[0] for note in found.notes] == [
+        "step-00000009 passed over",
+        "step-00000006 passed over",
+    ]
+    assert "model.safetensors" in found.notes[0]
+
+
+def test_run_with_damaged_checkpoints_only_is_refused(
+    settings: dict[str, Any], run_dir: Path
+) -> None:
+    (run_dir / "checkpoints/step-00000003/model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"no undamaged checkpoint.*model.safetensors is missing"):
+        start(settings)
+
+
+def test_run_with_half_written_checkpoints_only_starts_again(
+    settings: dict[str, Any], run_dir: Path
+) -> None:
+    (run_dir / "checkpoints/step-00000003/checkpoint.json").unlink()
+    found = start(settings)
+    assert (found.step, found.folder) == (0, None)
+    assert len(found.notes) == 2
+
+
+def test_other_settings_are_refused_and_listed_in_one_line(
+    settings: dict[str, Any], run_dir: Path, write_config: WriteConfig, run_ranks: Any
+) -> None:
+    before = sorted(run_dir.rglob("*"))
+    changes = ("optimizer.weight_decay=0.2", "model.level_weights.kind=fixed")
+    refused = run_ranks(write_config(settings), *changes)
+    assert refused.exit_codes == [2]
+    (line,) = refused.output.splitlines()
+    assert "optimizer.weight_decay: checkpoint: 0.1, now: 0.2" in line
+    assert "model.level_weights.kind: checkpoint: adaptive, now: fixed" in line
+    assert sorted(run_dir.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("seed=4", "seed: checkpoint: 3, now: 4"),
+        ("data.shuffle_seed=1", "data.shuffle_seed: checkpoint: 0, now: 1"),
+        ("data.seq_len=16", "data.seq_len: checkpoint: 32, now: 16"),
+        ("batch.batch_tokens=256", "batch.batch_tokens: checkpoint: 128, now: 256"),
+        ("optimizer.clip_norm=null", "optimizer.clip_norm: checkpoint: 1.0, now: None"),
+        ("parallel.precision=bf16", "parallel.precision: checkpoint: fp32, now: bf16"),
+        ("training.total_steps=20", "training.total_steps: checkpoint: 10, now: 20"),
+        ("training.total_steps=2", "checkpoint is at step 3, now: 2"),
+        ("optimizer.peak_lr=0.001", "optimizer.peak_lr: checkpoint: 0.003, now: 0.001"),
+        ("parallel.zero_stage=1", "zero_stage: checkpoint: 0, now: 1"),
+    ],
+)
+def test_settings_that_change_the_result_are_refused(
+    settings: dict[str, Any], run_dir: Path, override: str, message: str
+) -> None:
+    with pytest.raises(ValueError) as caught:
+        start(changed(settings, override))
+    assert message in str(caught.value)
+    assert str(run_dir) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "data.loader_threads=2",
+        "batch.micro_batch_rows=2",
+        "validation.every_steps=null",
+        "checkpoint.every_steps=1",
+        "logging.every_steps=1",
+    ],
+)
+def test_settings_that_change_no_result_are_accepted(
+    settings: dict[str, Any], run_dir: Path, override: str
+) -> None:
+    found = start(changed(settings, override))
+    assert found.folder == run_dir / "checkpoints/step-00000003"
+
+
+def test_other_number_of_ranks_is_refused(settings: dict[str, Any], run_dir: Path) -> None:
+    with pytest.raises(ValueError, match="number of ranks: checkpoint: 1, now: 2") as caught:
+        start(settings, world_size=2)
+    assert str(run_dir) in str(caught.value)
+
+
+def test_data_set_may_move_but_not_change(
+    settings: dict[str, Any], run_dir: Path, tmp_path: Path
+) -> None:
+    copy = shutil.copytree(settings["data"]["dataset"], tmp_path / "copy")
+    settings["data"]["dataset"] = str(copy)
+    assert start(settings).folder == run_dir / "checkpoints/step-00000003"
+    manifest = json.loads((copy / "manifest.json").read_text())
+    manifest["splits"]["train"]["index_sha256"] = "0" * 64
+    (copy / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match="data set's train_index_sha256: checkpoint: "):
+        start(settings)
+
+
+def test_longer_run_is_accepted_while_the_learning_rates_so_far_are_equal(
+    settings: dict[str, Any], run_dir: Path
+) -> None:
+    settings["schedule"] = {"kind": "wsd", "warmup_steps": 2, "decay_steps": 2}
+    manifest = run_dir / "checkpoints/step-00000003/checkpoint.json"
+    facts = json.loads(manifest.read_text())
+    facts["config"]["schedule"] |= settings["schedule"]
+    manifest.write_text(json.dumps(facts))
+    assert start(changed(settings, "training.total_steps=12")).step == 3
+    with pytest.raises(ValueError, match="training.total_steps: checkpoint: 10, now: 4"):
+        start(changed(settings, "training.total_steps=4"))  # its decay begins before step 3
+
+
+@pytest.mark.slow
+def test_longer_run_of_equal_learning_rates_goes_on(
+    settings: dict[str, Any], write_config: WriteConfig, run_ranks: Any, read_log: ReadLog
+) -> None:
+    settings["schedule"] = {"kind": "wsd", "warmup_steps": 2, "decay_steps": 2}
+    config = write_config(settings)
+    longer = Path(settings["run_dir"]).with_name("longer")
+    assert run_ranks(config, "training.total_steps=10", strike=IN_SECOND_SAVE).exit_codes == [-9]
+    assert run_ranks(config, "training.total_steps=12").exit_codes == [0]
+    assert run_ranks(config, "training.total_steps=12", f"run_dir={longer}").exit_codes == [0]
+    assert read_log(Path(settings["run_dir"])) == read_log(longer)
+
+
+@pytest.fixture(scope="session")
+def finished_run(
+    small_run: dict[str, Any], run_ranks: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The config of a run that is complete."""
+    folder = tmp_path_factory.mktemp("finished")
+    config = folder / "config.yaml"
+    changes = {"run_dir": str(folder / "run"), "checkpoint": {"every_steps": 2, "keep_last": 2}}
+    config.write_text(yaml.safe_dump(small_run | changes))
+    assert run_ranks(config).exit_codes == [0]
+    return config
+
+
+def test_finished_run_says_so_and_writes_nothing(finished_run: Path, run_ranks: Any) -> None:
+    run_dir = finished_run.with_name("run")
+    before = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
+    again = run_ranks(finished_run, ranks=2)
+    assert again.exit_codes == [0, 0]
+    assert "is complete: step 10/10" in again.output
+    assert {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")} == before
+
+
+def test_only_the_last_checkpoints_stay(finished_run: Path) -> None:
+    checkpoints = finished_run.with_name("run") / "checkpoints"
+    names = sorted(path.name for path in checkpoints.iterdir())
+    assert names == ["latest", "step-00000008", "step-00000010"]
+    assert (checkpoints / "latest").read_text().strip() == "step-00000010"
+
+
+def test_step_folder_is_a_model_directory_without_code(finished_run: Path) -> None:
+    run_dir = finished_run.with_name("run")
+    assert load_model(run_dir).config == load_config(finished_run).model
+    assert not list(run_dir.rglob("*.py"))
+
+
+@pytest.mark.slow
+def test_weights_of_every_zero_stage_are_the_trained_ones(
+    settings: dict[str, Any], write_config: WriteConfig, run_ranks: Any
+) -> None:
+    config = write_config(settings)
+    weights = []
+    for stage, ranks in ((0, 1), (3, 2)):
+        run_dir = Path(settings["run_dir"]).with_name(f"zero-{stage}")
+        arguments = (f"run_dir={run_dir}", f"parallel.zero_stage={stage}", "optimizer.eps=1e-4")
+        assert run_ranks(config, *arguments, ranks=ranks).exit_codes == [0] * ranks
+        weights.append(load_file(run_dir / "checkpoints/step-00000010/model.safetensors"))
+    assert weights[0].keys() == weights[1].keys()
+    for name, tensor in weights[0].items():
+        torch.testing.assert_close(weights[1][name], tensor, rtol=1e-4, atol=1e-5, msg=name)

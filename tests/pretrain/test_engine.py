@@ -1,0 +1,198 @@
+"""DeepSpeed as it is used: equal numbers for every split of the work, fp32 where promised."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from models.initialize import initialize
+from models.language_model import LanguageModel
+from models.parameter_groups import decays
+from pretrain.config import OptimizerConfig, RunConfig
+from pretrain.data import TrainingRows, training_batches
+from pretrain.distributed import World, start_world, stop_world
+from pretrain.engine import Engine, deepspeed_settings
+from pretrain.optimizer import build_optimizer
+
+ReadLog = Callable[[Path], list[dict[str, float]]]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            patch.delenv(name, raising=False)
+        world = start_world()
+        yield world
+        stop_world(world)
+
+
+def one_update(settings: dict[str, Any], world: World) -> tuple[Engine, Any]:
+    config = RunConfig.model_validate(settings)
+    model = LanguageModel(config.model)
+    initialize(model, config.seed)
+    engine = Engine(model, config, world, CPU)
+    rows = TrainingRows(config.data.dataset, "train", config.data.seq_len)
+    batches = next(training_batches(rows, config, 0, 1, first_update=0))
+    return engine, engine.update(batches, learning_rate=1e-3, stop_requested=False)
+
+
+SPLITS = {
+    "1-rank-1x4": (1, 4, 0),
+    "1-rank-4x1-zero1": (1, 1, 1),
+    "2-ranks-2x1-zero2": (2, 1, 2),
+}
+SLOW_SPLITS = {
+    f"{ranks}-ranks-{4 // (ranks * rows)}x{rows}-zero{stage}": (ranks, rows, stage)
+    for ranks, rows, stage in [(1, 2, 0), (1, 2, 2), (2, 2, 0), (2, 1, 1), (2, 1, 3), (4, 1, 3)]
+}
+
+
+@pytest.fixture
+def check_splits(
+    settings: dict[str, Any], write_config: Any, run_ranks: Any, read_log: ReadLog
+) -> Callable[[dict[str, tuple[int, int, int]]], None]:
+    """Compares losses, gradient norms and trained weights of (ranks, micro rows, ZeRO stage)."""
+
+    def check(splits: dict[str, tuple[int, int, int]]) -> None:
+        # A large eps keeps AdamW from turning rounding of tiny gradients into full steps.
+        settings["optimizer"] |= {"eps": 1e-3, "clip_norm": 0.5}
+        settings["training"]["total_steps"] = 3
+        config = write_config(settings)
+        results = {}
+        for name, (ranks, rows, stage) in splits.items():
+            run_dir = Path(settings["run_dir"]) / name
+            changes = [f"run_dir={run_dir}", f"batch.micro_batch_rows={rows}"]
+            finished = run_ranks(config, *changes, f"parallel.zero_stage={stage}", ranks=ranks)
+            assert finished.exit_codes == [0] * ranks, finished.output
+            weights = load_file(run_dir / "checkpoints/step-00000003/model.safetensors")
+            results[name] = read_log(run_dir), weights
+        log, weights = results.pop("1-rank-1x4")
+        assert min(line["grad_norm"] for line in log if "grad_norm" in line) > 0.5  # clipping acts
+        for name, (other_log, other_weights) in results.items():
+            for line, other_line in zip(log, other_log, strict=True):
+                assert other_line == pytest.approx(line, rel=2e-6), name
+            for key, tensor in weights.items():
+                torch.testing.assert_close(
+                    other_weights[key], tensor, rtol=1e-5, atol=1e-6, msg=f"{name}: {key}"
+                )
+
+    return check
+
+
+def test_micro_batches_ranks_and_zero_stages_give_the_same_loss_and_gradient(
+    check_splits: Any,
+) -> None:
+    check_splits(SPLITS)
+
+
+@pytest.mark.slow
+def test_every_split_gives_the_same_loss_and_gradient(check_splits: Any) -> None:
+    check_splits({"1-rank-1x4": (1, 4, 0)} | SLOW_SPLITS)
+
+
+def test_loss_is_the_mean_over_valid_tokens_and_its_gradient_that_of_autograd(
+    settings: dict[str, Any], world: World
+) -> None:
+    config = RunConfig.model_validate(settings)
+    _, update = one_update(settings, world)
+    model = LanguageModel(config.model)
+    initialize(model, config.seed)
+    rows = TrainingRows(config.data.dataset, "train", config.data.seq_len)
+    batches = next(training_batches(rows, config, 0, 1, first_update=0))
+    assert len({batch.valid_tokens for batch in batches}) > 1
+    losses = [
+        nn.functional.cross_entropy(
+            model(batch.tokens, cu_seqlens=batch.cu_seqlens).flatten(0, 1),
+            batch.labels.flatten(),
+            reduction="none",
+        )
+        for batch in batches
+    ]
+    loss = torch.cat(losses).sum() / sum(batch.valid_tokens for batch in batches)
+    loss.backward()
+    norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    assert update.loss == pytest.approx(loss.item(), rel=1e-6)
+    assert update.grad_norm == pytest.approx(norm.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_bf16_computes_in_bf16_and_keeps_state_in_fp32(
+    settings: dict[str, Any], world: World, stage: int
+) -> None:
+    settings["parallel"] |= {"zero_stage": stage, "precision": "bf16"}
+    seen: set[torch.dtype] = set()
+    hook = nn.modules.module.register_module_forward_hook(
+        lambda module, inputs, output: (
+            seen.add(output.dtype) if type(module).__name__ == "Linear" else None
+        )
+    )
+    try:
+        engine, update = one_update(settings, world)
+    finally:
+        hook.remove()
+    settings["parallel"]["precision"] = "fp32"
+    _, exact = one_update(settings, world)
+    assert torch.bfloat16 in seen
+    assert update.loss != exact.loss
+    assert update.loss == pytest.approx(exact.loss, rel=5e-3)
+    assert update.grad_norm == pytest.approx(exact.grad_norm, rel=5e-2)
+    for name, parameter in engine._engine.module.named_parameters():
+        assert parameter.dtype == torch.float32, name
+    optimizer = engine._engine.optimizer
+    states = getattr(optimizer, "optimizer", optimizer).state.values()  # ZeRO wraps ours
+    moments = [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")]
+    assert {moment.dtype for moment in moments} == {torch.float32}
+    assert engine._engine.communication_data_type == torch.float32
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_bf16_run_of_two_ranks_trains_and_resumes_to_the_last_bit(
+    settings: dict[str, Any], write_config: Any, run_ranks: Any, read_log: ReadLog, stage: int
+) -> None:
+    settings["parallel"] |= {"zero_stage": stage, "precision": "bf16"}
+    settings["optimizer"]["peak_lr"] = 1e-2
+    config = write_config(settings)
+    run_dir = Path(settings["run_dir"])
+    unbroken = run_dir.with_name("unbroken")
+    assert run_ranks(config, f"run_dir={unbroken}", ranks=2).exit_codes == [0, 0]
+    run_ranks(config, ranks=2, strike=("pretrain.engine", "Engine.update", 6, "before"))
+    assert run_ranks(config, ranks=2).exit_codes == [0, 0]
+    assert read_log(run_dir) == read_log(unbroken)
+    losses = [line["loss"] for line in read_log(unbroken) if "loss" in line]
+    assert losses[-1] < losses[0] - 0.1
+
+
+def test_weight_decay_acts_on_the_classed_parameters_only(settings: dict[str, Any]) -> None:
+    config = RunConfig.model_validate(settings)
+    with torch.device("meta"):
+        model = LanguageModel(config.model)
+    decay, no_decay = build_optimizer(model, OptimizerConfig(peak_lr=1.0)).param_groups
+    assert (decay["weight_decay"], no_decay["weight_decay"]) == (0.1, 0.0)
+    grouped = {id(p): group is decay for group in (decay, no_decay) for p in group["params"]}
+    assert grouped == {id(p): decays(name) for name, p in model.named_parameters()}
+    assert len(set(grouped.values())) == 2
+
+
+def test_parameter_without_a_class_is_refused() -> None:
+    model = nn.ParameterDict({"unheard_of": nn.Parameter(torch.zeros(2, 2))})
+    with pytest.raises(ValueError, match="unheard_of"):
+        build_optimizer(model, OptimizerConfig(peak_lr=1.0))
+
+
+@pytest.mark.parametrize(("ranks", "accumulated"), [(1, 4), (2, 2), (4, 1)])
+def test_deepspeed_settings_follow_from_the_run(
+    settings: dict[str, Any], ranks: int, accumulated: int
+) -> None:
+    derived = deepspeed_settings(RunConfig.model_validate(settings), ranks)
+    assert derived["train_batch_size"] == 4
+    assert derived["train_micro_batch_size_per_gpu"] == 1
+    assert derived["gradient_accumulation_steps"] == accumulated
+    assert derived["gradient_clipping"] == 1.0
+    assert derived["zero_optimization"]["stage"] == 0

@@ -1,0 +1,92 @@
+"""README, CONTRIBUTING and config headers are executed as far as parsing goes: a command that they
+show exists, and takes what they give it. The quickstart's test runs them for real."""
+
+import importlib
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import typer
+
+from pretrain.config import load_config
+
+ROOT = Path(__file__).parent.parent
+CONFIGS = sorted((ROOT / "pretrain" / "configs").glob("*.yaml"))
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
+
+
+def commands(path: Path) -> list[str]:
+    """Command lines: indented code in Markdown, `#   ` comments at the head of a config."""
+    lead = "#   " if path.suffix == ".yaml" else "    "
+    text = path.read_text().replace("\\\n", " ")
+    lines = [line.removeprefix(lead) for line in text.splitlines() if line.startswith(lead)]
+    return [line for line in lines if re.match(r"(python -m|torchrun|make|tensorboard) ", line)]
+
+
+SHOWN = [(path, line) for path in [*DOCUMENTS, *CONFIGS] for line in commands(path)]
+
+
+def parse(arguments: list[str]) -> None:
+    """Parse what follows `python -m`; nothing runs."""
+    module, *rest = arguments
+    if module == "pretrain":
+        rest = [word for word in rest if not word.startswith("--")]
+        config, *overrides = rest
+        if config != "CONFIG":
+            load_config(ROOT / config, overrides)
+        return
+    app = importlib.import_module(module if "." in module else f"{module}.__main__").app
+    command = typer.main.get_command(app)
+    context = command.make_context(module, list(rest))
+    while hasattr(command, "resolve_command"):
+        _, command, rest = command.resolve_command(
+            context, [*context._protected_args, *context.args]
+        )
+        context = command.make_context(command.name, list(rest), parent=context)
+    if module == "launch" and rest[0] != "CONFIG":
+        load_config(ROOT / context.params["config"], context.params["overrides"] or [])
+
+
+@pytest.mark.parametrize(("path", "line"), SHOWN, ids=[line[:60] for _, line in SHOWN])
+def test_a_shown_command_is_one_that_exists(path, line):
+    words = shlex.split(line, comments=True)
+    if words[0] == "python":
+        parse(words[2:])
+    elif words[0] == "torchrun":
+        parse(words[words.index("-m") + 1 :])
+    elif words[0] == "make":
+        targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        named = [word for word in words[1:] if "=" not in word]
+        assert named
+        assert set(named) <= set(targets)
+    else:
+        assert words[:2] == ["tensorboard", "--logdir"]
+
+
+def test_the_documents_show_commands():
+    assert len(SHOWN) > 20
+
+
+def test_an_unknown_option_is_seen():
+    with pytest.raises(Exception, match="(?i)no such option"):
+        parse(["launch", "CONFIG", "--no-such-thing"])
+
+
+def test_links_lead_somewhere():
+    for path in [*DOCUMENTS, ROOT / "ARCHITECTURE.md"]:
+        for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
+            assert target.startswith("http") or (path.parent / target).exists(), (path, target)
+    for path in (ROOT / "ARCHITECTURE.md", ROOT / "kernels" / "README.md"):
+        for name in re.findall(r"`([a-z_]+(?:/[a-z_]+)*\.(?:py|md|yaml))`", path.read_text()):
+            assert (
+                (ROOT / name).exists()
+                or (path.parent / name).exists()
+                or list(path.parent.rglob(name.split("/")[-1]))
+            ), (path, name)
+
+
+def test_no_document_names_a_machine_or_a_tool_of_ours():
+    forbidden = re.compile(r"/work/|/opt/py" + "pi|shared/|py" + r"pi\.org|/root/")
+    for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *CONFIGS, ROOT / "Makefile"]:
+        assert not forbidden.search(path.read_text()), path
