@@ -236,16 +236,20 @@ def check_document_length(config: ModelConfig, tokens: int, what: str = "documen
     """ValueError, with the way out, unless the model has levels for a row of so many tokens."""
     if tokens <= config.max_seq_len:
         return
-    advice = "cut it"
-    if tokens <= MAX_SEQ_LEN:
-        enough = 1 << (tokens - 1).bit_length()
-        advice += (
-            " or grow the model: python -m models extend-context CHECKPOINT OUTPUT "
-            f"--max-seq-len {enough}"
-        )
     raise ValueError(
         f"{what} too long for the model: got {tokens} tokens; expected at most "
-        f"max_seq_len={config.max_seq_len}; {advice}"
+        f"max_seq_len={config.max_seq_len}; cut it{extension_advice(tokens)}"
+    )
+
+
+def extension_advice(tokens: int) -> str:
+    """How to get a model that reads so many tokens, to end an error message; empty if none can."""
+    if tokens > MAX_SEQ_LEN:
+        return ""
+    enough = 1 << (tokens - 1).bit_length()
+    return (
+        " or grow the model: python -m models extend-context CHECKPOINT OUTPUT "
+        f"--max-seq-len {enough}"
     )
 
 
