@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.tokenizer import Tokenizer
+from models.config import extension_advice
 from models.language_model import LanguageModel
 
 
@@ -57,6 +58,7 @@ class Subject:
             raise ValueError(
                 f"{what} is longer than the model: got {tokens} tokens; expected at most the "
                 f"model's max_seq_len {self.max_seq_len}; use a smaller length"
+                f"{extension_advice(tokens)}"
             )
 
 

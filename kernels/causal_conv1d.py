@@ -56,7 +56,7 @@ def causal_conv1d_step(
     check_shape("state", state, "B D W-1", (*x.shape, weight.shape[1] - 1))
     window = torch.cat([state.to(x), x[..., None]], dim=-1)  # [B, D, W]
     y = _weighted_sum(list(window.unbind(-1)), weight, bias)
-    return y, window[..., 1:]
+    return y, window[..., 1:].contiguous()
 
 
 def _weighted_sum(windows: list[Tensor], weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -85,6 +85,16 @@ def check_levels(
         )
 
 
+def check_step(level_weights: Tensor, state: FenwickState, K: int, V: int) -> None:
+    """`check_levels` for one more token of every row. Sizes only, where the position is on a
+    device: to ask it would make the host wait."""
+    if state.position.device.type == "cpu":
+        check_levels(level_weights, (1,) * len(level_weights), state, K, V)
+    else:
+        B, _, H, L = level_weights.shape
+        state.check(B, H, L, K, V)
+
+
 def _short(values: list[int]) -> str:
     shown = ", ".join(map(str, values[:6]))
     return f"[{shown}, ...]" if len(values) > 6 else f"[{shown}]"

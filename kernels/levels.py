@@ -44,17 +44,40 @@ def carry(levels: Tensor, position: Tensor) -> Tensor:
 
     Args:
         levels: [B, H, L, K, V] states of every level after token t - 1.
-        position: [B] int64, t for every batch row, each below 2**(L-1).
+        position: [B] int64, t for every batch row, each below 2**(L-1); on any device. On that of
+            `levels` nothing is copied between host and device and the kernels are the same for
+            every t, so the carry can be part of a CUDA graph.
 
     Returns:
         [B, H, L, K, V]; the argument is left as it is.
     """
+    on_cpu = position.device.type == "cpu" and levels.device.type == "cpu"
+    if on_cpu and not levels.requires_grad:
+        return _carry_by_rows(levels, position)
+    return _carry_by_masks(levels, position.to(levels.device))
+
+
+def _carry_by_masks(levels: Tensor, t: Tensor) -> Tensor:
+    """The same kernels for every t, and no number that comes back to the host."""
     L = levels.shape[2]
     slot = torch.arange(L, device=levels.device)
-    t = position.to(levels.device)
     target = torch.where(t > 0, bit_length(t & -t), 0)  # lowest set bit, plus 1; 0 = no carry
     target = target[:, None]
     merged_away = (slot < target)[:, None, :, None, None]
     receives = ((slot == target) & (target > 0))[:, None, :, None, None]
     merged = torch.where(merged_away, levels, 0).sum(2, keepdim=True)
     return torch.where(merged_away, 0, levels) + torch.where(receives, merged, 0)
+
+
+def _carry_by_rows(levels: Tensor, position: Tensor) -> Tensor:
+    """Moves only what is merged, but asks for the positions and writes in place, which autograd
+    would have to take back token by token at great cost."""
+    targets = [(t & -t).bit_length() for t in position.tolist()]
+    carried = levels.clone()
+    for target in set(targets) - {0}:
+        chosen = [row for row, of_row in enumerate(targets) if of_row == target]
+        # All rows at once without an index where they agree, as in a batch read together.
+        rows = slice(None) if len(chosen) == len(targets) else torch.tensor(chosen)
+        carried[rows, :, target] = levels[rows, :, : target + 1].sum(2)
+        carried[rows, :, :target] = 0
+    return carried

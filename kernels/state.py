@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.levels import num_levels
+
 
 @dataclass(frozen=True)
 class FenwickState:
@@ -12,8 +14,9 @@ class FenwickState:
 
     levels: [N, H, L, K, V] fp32 (fp64 if the operator ran in fp64), S of every level for every
         batch row or packed document. Its size depends on L alone, whatever was read.
-    position: [N] int64 on the CPU, tokens read so far; on the host, so that asking which levels
-        are live never waits for a device.
+    position: [N] int64, tokens read so far; on the CPU, so that asking which levels are live never
+        waits for a device. A position beside `levels` makes a step that asks nothing: it has the
+        same kernels whatever was read, so a CUDA graph can hold it; its caller checks the length.
     """
 
     levels: Tensor
@@ -42,8 +45,33 @@ class FenwickState:
                 f"state.levels has shape {list(self.levels.shape)}; "
                 f"expected [N, H, L, K, V] = {list(expected)}"
             )
-        if tuple(self.position.shape) != (N,) or self.position.device.type != "cpu":
+        near = (torch.device("cpu"), self.levels.device)
+        if tuple(self.position.shape) != (N,) or self.position.device not in near:
             raise ValueError(
                 f"state.position has shape {list(self.position.shape)} on "
-                f"{self.position.device}; expected [{N}] on the CPU"
+                f"{self.position.device}; expected [{N}] on the CPU or beside the levels on "
+                f"{self.levels.device}"
             )
+
+    @property
+    def live_levels(self) -> int:
+        """Levels from 0 that the next token can read in some row; those above are zero. L where
+        the position is on a device."""
+        if self.position.device.type != "cpu":
+            return self.levels.shape[2]
+        return num_levels(int(self.position.max()) + 1)
+
+
+def live_part(state: FenwickState, level_weights: Tensor) -> tuple[FenwickState, Tensor]:
+    """The levels that the next token can read, and their weights [..., L]: a step then costs what
+    is there, and its result does not depend on how many levels more the model has."""
+    live = state.live_levels
+    return FenwickState(state.levels[:, :, :live], state.position), level_weights[..., :live]
+
+
+def with_live_part(state: FenwickState, live: FenwickState) -> FenwickState:
+    """`live` after a step, with the empty levels of `state` above it."""
+    if live.levels.shape == state.levels.shape:
+        return live
+    above = state.levels[:, :, live.levels.shape[2] :]
+    return FenwickState(torch.cat([live.levels, above], dim=2), live.position)

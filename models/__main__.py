@@ -12,19 +12,20 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from data_prep.tokenizer import Tokenizer
 from models.accounting import (
     flops_per_token,
     forward_flops_per_token,
     parameter_count,
     state_bytes,
 )
-from models.checkpoint_directory import resolve
+from models.bench_decode import bench_decode_command
 from models.config import PRESETS, ModelConfig
 from models.export_command import register as register_export
-from models.generate import generate as generate_tokens
+from models.extend_context_command import extend_context_command
+from models.generate_command import generate_command
+from models.lambda_command import lambda_command
 from models.language_model import LanguageModel
-from models.weights import load_config, load_model
+from models.weights import load_config
 
 INSPECTED_LENGTHS = (1024, 4096, 16_384, 65_536, 262_144, 1_048_576)
 
@@ -38,36 +39,10 @@ console = Console()
 register_export(app)
 
 
-@app.command()
-def generate(
-    checkpoint: Annotated[Path, typer.Argument(help="A run, a step folder or a model directory.")],
-    prompt: Annotated[list[str], typer.Option(help="Text to continue; may be repeated.")],
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens to add at most.")] = 100,
-    temperature: Annotated[float, typer.Option(help="0 takes the most likely token.")] = 0.0,
-    top_k: Annotated[int | None, typer.Option(help="Sample among the k likeliest.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Sample among this much probability.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
-) -> None:
-    """Continue prompts."""
-    directory = resolve(checkpoint)
-    _check_device(device)
-    tokenizer = Tokenizer.load(directory / "tokenizer.model")
-    model = load_model(directory, device)
-    continued = generate_tokens(
-        model,
-        [[tokenizer.bos_id, *tokenizer.encode(text)] for text in prompt],
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        stop_ids=(tokenizer.eos_id,),
-        seed=seed,
-    )
-    for index, (text, tokens) in enumerate(zip(prompt, continued, strict=True)):
-        if index:
-            print("-" * 40)
-        print(text + tokenizer.decode(tokens))
+app.command(name="generate")(generate_command)
+app.command(name="extend-context")(extend_context_command)
+app.command(name="lambda")(lambda_command)
+app.command(name="bench-decode")(bench_decode_command)
 
 
 @app.command()
@@ -83,6 +58,8 @@ def inspect(
         f"d_model {config.d_model}, max_seq_len {config.max_seq_len}, {config.num_levels} levels",
         highlight=False,
     )
+    if settings := _settings(config):
+        console.print(settings, highlight=False)
     console.print(_parameter_table(config))
     console.print(_length_table(config))
 
@@ -97,6 +74,28 @@ def _config(model: str) -> ModelConfig:
         f"no such model: got {model}; expected a folder or one of {', '.join(PRESETS)}; "
         f"the nearest preset is {close}"
     )
+
+
+def _settings(config: ModelConfig) -> str:
+    """The settings that change what the tables show, in words."""
+    words = []
+    if any(mixer.startswith("log_linear_") for mixer in config.layer_mixers):
+        lambda_words = f"lambda {config.level_weights.kind}"
+        if config.level_weights.tied_above is not None:
+            lambda_words += f", levels above {config.level_weights.tied_above} share a weight"
+        words.append(lambda_words)
+    if "attention" in config.layer_mixers:
+        sizes = config.attention
+        words.append(
+            f"attention {sizes.num_heads} heads, {sizes.kv_heads} key/value heads"
+            + (f", window {sizes.window}" if sizes.window else "")
+            + (", QK-norm" if sizes.qk_norm else "")
+        )
+    if config.logit_soft_cap is not None:
+        words.append(f"logits capped at {config.logit_soft_cap:g}")
+    if config.tie_embeddings:
+        words.append("tied embeddings")
+    return "; ".join(words)
 
 
 def _parameter_table(config: ModelConfig) -> Table:
@@ -122,8 +121,10 @@ def _parameter_table(config: ModelConfig) -> Table:
 
 
 def _length_table(config: ModelConfig) -> Table:
-    """FLOPs and state by length, beside the KV cache of a softmax model as wide and as deep."""
-    softmax = config.model_copy(update={"mixer": "attention"})
+    """FLOPs and state by length, beside the KV cache of a softmax model as wide and as deep, with
+    as many key/value heads per query head but no window."""
+    attention = config.attention.model_copy(update={"window": None})
+    softmax = config.model_copy(update={"mixer": "attention", "attention": attention})
     table = Table(title="Per token, per sequence", box=box.SIMPLE)
     for heading in ("tokens", "forward FLOPs", "and backward", "state", "softmax KV cache"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -155,19 +156,6 @@ def _bytes(number: int) -> str:
         if number >= size:
             return f"{number / size:.1f} {unit}"
     return f"{number} B"
-
-
-def _check_device(device: str) -> None:
-    try:
-        wanted = torch.device(device)
-    except RuntimeError:
-        wanted = torch.device("meta")
-    if wanted.type not in ("cpu", "cuda"):
-        raise ValueError(f"unknown device: got {device}; expected cpu, cuda or cuda:N")
-    if wanted.type == "cuda" and (wanted.index or 0) >= (found := torch.cuda.device_count()):
-        raise ValueError(
-            f"no such device: got {device}, with {found} CUDA devices here; use --device cpu"
-        )
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ past tokens:
     SSD                 insert 2KV + read 2KV
     log-linear delta    insert 2KV + corrections 4KV p + reads 2KV p + own token 2(K + V)
     gated delta         correction and insert 4KV + read 2KV
-    softmax, head of V  scores and values 4V per visible token
+    softmax, head of V  scores and values 4V per visible token (window of them at most)
 
 p is the number of 1-bits of the position, about log2(T) / 2 on average over a row: the work per
 token of a log-linear model grows with log T, that of softmax attention with T. The backward pass
@@ -77,6 +77,17 @@ def _head_sizes(config: ModelConfig, mixer: str) -> tuple[int, int, int]:
     return sizes.num_heads, sizes.key_size, sizes.value_size
 
 
+def _kv_size(config: ModelConfig) -> int:
+    """Numbers in the keys of one token."""
+    return config.d_model // config.attention.num_heads * config.attention.kv_heads
+
+
+def _mean_visible(seq_len: int, window: int | None) -> float:
+    """Tokens that a token sees, itself included, mean over a document."""
+    w = min(window or seq_len, seq_len)
+    return (w * (w + 1) / 2 + (seq_len - w) * w) / seq_len
+
+
 def _conv(config: ModelConfig, mixer: str) -> tuple[int, int]:
     """(channels, width) of a recurrent mixer's short convolution."""
     H, K, V = _head_sizes(config, mixer)
@@ -89,19 +100,20 @@ def _projections(config: ModelConfig, mixer: str) -> int:
     """Numbers in the matrices that a token passes through, lambda's included."""
     D = config.d_model
     if mixer == "attention":
-        return 4 * D * D
+        return 2 * D * D + 2 * D * _kv_size(config)
     H, _, V = _head_sizes(config, mixer)
     channels, _ = _conv(config, mixer)
     gates = H if mixer.endswith("mamba2") else 2 * H  # dt; or decay and beta
     level_proj = 0
     if _is_log_linear(mixer) and config.level_weights.kind != "fixed":
-        level_proj = H * config.num_levels
+        level_proj = H * config.num_level_weights
     return D * (H * V + channels + gates + level_proj) + H * V * D
 
 
 def _mixer_parameters(config: ModelConfig, mixer: str) -> int:
     if mixer == "attention":
-        return _projections(config, mixer)
+        norms = 2 * config.d_model // config.attention.num_heads if config.attention.qk_norm else 0
+        return _projections(config, mixer) + norms
     H, _, V = _head_sizes(config, mixer)
     channels, width = _conv(config, mixer)
     if mixer.endswith("mamba2"):
@@ -114,7 +126,7 @@ def _mixer_parameters(config: ModelConfig, mixer: str) -> int:
 
 
 def _level_weights_parameters(config: ModelConfig, mixer: str, H: int) -> int:
-    L = config.num_levels
+    L = config.num_level_weights
     if not _is_log_linear(mixer):
         return 0
     if config.level_weights.kind == "adaptive":
@@ -125,7 +137,7 @@ def _level_weights_parameters(config: ModelConfig, mixer: str, H: int) -> int:
 def _mixer_flops(config: ModelConfig, mixer: str, seq_len: int) -> float:
     matrices = 2 * _projections(config, mixer)
     if mixer == "attention":
-        return matrices + 4 * config.d_model * (seq_len + 1) / 2
+        return matrices + 4 * config.d_model * _mean_visible(seq_len, config.attention.window)
     H, K, V = _head_sizes(config, mixer)
     channels, width = _conv(config, mixer)
     small = 2 * channels * width
@@ -135,14 +147,16 @@ def _mixer_flops(config: ModelConfig, mixer: str, seq_len: int) -> float:
     past = mean_past_levels(seq_len)
     operator = 2 * K * V + (6 if delta else 2) * K * V * past + 2 * (K + V)
     if config.level_weights.kind == "adaptive":
-        L, hidden = config.num_levels, config.level_weights.hidden_factor * config.num_levels
+        L = config.num_level_weights
+        hidden = config.level_weights.hidden_factor * L
         small += H * 2 * 2 * L * hidden
     return matrices + small + H * operator
 
 
 def _mixer_state(config: ModelConfig, mixer: str, seq_len: int, activation_bytes: int) -> int:
     if mixer == "attention":
-        return 2 * config.d_model * seq_len * activation_bytes
+        kept = min(seq_len, config.attention.window or seq_len)
+        return 2 * _kv_size(config) * kept * activation_bytes
     H, K, V = _head_sizes(config, mixer)
     channels, width = _conv(config, mixer)
     levels = num_levels(seq_len) if _is_log_linear(mixer) else 1

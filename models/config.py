@@ -39,6 +39,13 @@ class LevelWeightsConfig(_Section):
     """adaptive only: hidden width of the MLP = hidden_factor * L."""
     gelu: bool = False
     """adaptive only: a GELU between the two linear layers."""
+    tied_above: int | None = Field(default=None, ge=0)
+    """All levels above this one share one weight, so that rows of any length have trained weights
+    (as soon as training rows are longer than 2^tied_above tokens); null: a weight for every level.
+    softmax runs over the weights, the shared one counted once."""
+    grown_from: tuple[int, ...] = ()
+    """How many weights there were before each extension (`python -m models extend-context` sets
+    it): those are computed on their own, so that they keep every bit."""
 
     @model_validator(mode="after")
     def _adaptive_settings_belong_to_adaptive(self) -> "LevelWeightsConfig":
@@ -48,6 +55,10 @@ class LevelWeightsConfig(_Section):
                 f"got kind '{self.kind}'; leave them out"
             )
         return self
+
+    def num_weights(self, num_levels: int) -> int:
+        """Weights for so many levels: one each, or tied_above + 1 and a shared one."""
+        return num_levels if self.tied_above is None else min(num_levels, self.tied_above + 2)
 
 
 class Mamba2Config(_Section):
@@ -80,7 +91,18 @@ class AttentionConfig(_Section):
     """Softmax attention; the size of a head is d_model / num_heads."""
 
     num_heads: int = Field(default=4, ge=1)
+    num_kv_heads: int | None = Field(default=None, ge=1)
+    """Key/value heads, each shared by num_heads / num_kv_heads query heads; null: num_heads."""
+    window: int | None = Field(default=None, ge=1)
+    """Tokens that a token sees, itself included; null: the whole document."""
+    qk_norm: bool = False
+    """RMSNorm over each head of q and k, before the rotation."""
     rope_theta: float = Field(default=500_000.0, gt=1.0)
+
+    @property
+    def kv_heads(self) -> int:
+        """num_kv_heads, the default written out."""
+        return self.num_kv_heads or self.num_heads
 
 
 class MLPConfig(_Section):
@@ -102,6 +124,8 @@ class ModelConfig(_Section):
     """Longest document in tokens; fixes the number of levels."""
     mlp: MLPConfig
     tie_embeddings: bool = False
+    logit_soft_cap: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Output logits become cap * tanh(logits / cap); null: they stay."""
     norm_eps: float = Field(default=1e-5, gt=0)
     init_std: float = Field(default=0.02, gt=0)
     """Standard deviation of projections and embeddings at the start."""
@@ -116,6 +140,11 @@ class ModelConfig(_Section):
     def num_levels(self) -> int:
         """L of every log-linear layer: enough for a document of max_seq_len tokens."""
         return num_levels(self.max_seq_len)
+
+    @property
+    def num_level_weights(self) -> int:
+        """Weights per head of every log-linear layer: fewer than levels where some are tied."""
+        return self.level_weights.num_weights(self.num_levels)
 
     @property
     def layer_mixers(self) -> tuple[MixerName, ...]:
@@ -151,7 +180,23 @@ class ModelConfig(_Section):
             )
         if "attention" in used:
             self._check_attention()
+        self._check_level_weights()
         return self
+
+    def _check_level_weights(self) -> None:
+        tied, grown = self.level_weights.tied_above, self.level_weights.grown_from
+        if tied is not None and tied > self.num_levels - 2:
+            raise ValueError(
+                f"level_weights.tied_above={tied} ties nothing: max_seq_len={self.max_seq_len} has "
+                f"levels 0 to {self.num_levels - 1}; expected at most {self.num_levels - 2}"
+            )
+        bounds = (0, *grown, self.num_level_weights)
+        if any(a >= b for a, b in zip(bounds, bounds[1:], strict=False)):
+            raise ValueError(
+                f"level_weights.grown_from must rise from 1 to less than the "
+                f"{self.num_level_weights} weights of max_seq_len={self.max_seq_len}: "
+                f"got {list(grown)}"
+            )
 
     def _check_mamba2(self) -> None:
         section = self.mamba2
@@ -175,11 +220,37 @@ class ModelConfig(_Section):
                 f"attention.num_heads={heads} does not divide d_model={self.d_model}; "
                 "choose a divisor"
             )
+        if heads % self.attention.kv_heads:
+            raise ValueError(
+                f"attention.num_kv_heads={self.attention.kv_heads} does not divide "
+                f"attention.num_heads={heads}; choose a divisor"
+            )
         if (self.d_model // heads) % 2:
             raise ValueError(
                 f"attention head size must be even for rotary positions: got d_model / num_heads = "
                 f"{self.d_model} / {heads} = {self.d_model // heads}"
             )
+
+
+def check_document_length(config: ModelConfig, tokens: int, what: str = "document") -> None:
+    """ValueError, with the way out, unless the model has levels for a row of so many tokens."""
+    if tokens <= config.max_seq_len:
+        return
+    raise ValueError(
+        f"{what} too long for the model: got {tokens} tokens; expected at most "
+        f"max_seq_len={config.max_seq_len}; cut it{extension_advice(tokens)}"
+    )
+
+
+def extension_advice(tokens: int) -> str:
+    """How to get a model that reads so many tokens, to end an error message; empty if none can."""
+    if tokens > MAX_SEQ_LEN:
+        return ""
+    enough = 1 << (tokens - 1).bit_length()
+    return (
+        " or grow the model: python -m models extend-context CHECKPOINT OUTPUT "
+        f"--max-seq-len {enough}"
+    )
 
 
 def _check_operator_size(name: str, value: int, largest: int) -> None:

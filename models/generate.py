@@ -1,18 +1,105 @@
-"""Continuing prompts: the prompt is read in bounded pieces, then one token at a time."""
+"""Continuing prompts: each is read in bounded pieces, then all step together, token by token.
+
+Prompts of equal length are read as one batch, others apart, so that none is ever padded; the states
+they leave are joined, whatever their positions, and one step then serves all rows. A row that is
+finished leaves the batch.
+"""
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from models.config import check_document_length
+from models.decode_graph import GraphedStep
+from models.decoding_state import join_states, pick_rows
 from models.language_model import LanguageModel, ModelState
+from models.sampling import Sampling, row_random
 
 PREFILL_TOKENS = 2048
-"""Tokens of each row read by one prefill call: bounds memory, a multiple of every chunk length."""
+"""Tokens that one prefill call reads, over all its rows: bounds memory; a multiple of every chunk
+length."""
+
+Finished = Callable[[int, list[int]], bool]
+"""Asked after every new token with the prompt's place and its new tokens so far."""
 
 
 @torch.no_grad()
+def generate_stream(
+    model: LanguageModel,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    stop_ids: Collection[int] = (),
+    finished: Finished | None = None,
+    seed: int = 0,
+    cuda_graph: bool = False,
+) -> Iterator[tuple[int, int]]:
+    """Continues every prompt and yields each new token as soon as it is chosen.
+
+    A row's result depends on its neighbours by the rounding of batched products only.
+
+    Args:
+        prompts: token ids, at least one each.
+        max_new_tokens: >= 0.
+        temperature, top_k, top_p: see models/sampling.py.
+        stop_ids: a row ends before one of these.
+        finished: ends a row after the token it was asked about.
+        seed: with the prompt's place in the list, decides its random numbers.
+        cuda_graph: replay each step as one CUDA graph; finished rows then stay in the batch.
+
+    Yields:
+        (place in `prompts`, token)
+
+    Raises:
+        ValueError: at the first token: a setting out of range, an empty prompt, an id outside the
+            vocabulary, more tokens than the model's max_seq_len, or a graph without a CUDA device.
+    """
+    sampling = Sampling(temperature, top_k, top_p)
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens must be >= 0: got {max_new_tokens}")
+    for row, prompt in enumerate(prompts):
+        _check_prompt(model, row, prompt, max_new_tokens)
+    if max_new_tokens == 0 or not prompts:
+        return
+    device = model.embedding.weight.device
+    rows, logits, state = _read_prompts(model, prompts)
+    graph = GraphedStep(model, state, max_new_tokens) if cuda_graph else None
+    randoms = [row_random(seed, row) for row in rows]
+    new_tokens: dict[int, list[int]] = {row: [] for row in rows}
+    while True:
+        chosen = sampling.choose(logits, randoms)
+        kept = []
+        for place, (row, token) in enumerate(zip(rows, chosen, strict=True)):
+            tokens = new_tokens.get(row)
+            if tokens is None:
+                continue
+            ended = token in stop_ids
+            if not ended:
+                tokens.append(token)
+                yield row, token
+                ended = len(tokens) == max_new_tokens
+                ended = ended or (finished is not None and finished(row, tokens))
+            if ended:
+                del new_tokens[row]
+            else:
+                kept.append(place)
+        if not kept:
+            return
+        if graph is not None:
+            logits = graph(torch.tensor(chosen, device=device))
+            continue
+        if len(kept) < len(rows):
+            rows, chosen = [rows[i] for i in kept], [chosen[i] for i in kept]
+            randoms = [randoms[i] for i in kept]
+            state = pick_rows(state, kept)
+        logits, state = model.step(torch.tensor(chosen, device=device), state)
+
+
 def generate(
     model: LanguageModel,
     prompts: Sequence[Sequence[int]],
@@ -22,104 +109,56 @@ def generate(
     top_k: int | None = None,
     top_p: float | None = None,
     stop_ids: Collection[int] = (),
+    finished: Finished | None = None,
     seed: int = 0,
+    cuda_graph: bool = False,
 ) -> list[list[int]]:
-    """Continues every prompt.
-
-    Prompts of equal length are read as one batch; none is ever padded, so a row's result does not
-    depend on the others.
-
-    Args:
-        prompts: token ids, at least one each.
-        max_new_tokens: >= 0.
-        temperature: >= 0; 0 takes the most likely token.
-        top_k: sample among the k most likely tokens only.
-        top_p: sample among the fewest most likely tokens that hold this much
-            probability, in (0, 1].
-        stop_ids: a row ends before one of these.
-        seed: with the prompt's place in the list, decides its random numbers.
-
-    Returns:
-        The new tokens of each prompt.
-
-    Raises:
-        ValueError: a setting out of range, an empty prompt, an id outside the vocabulary, or more
-            tokens than the model's max_seq_len.
-    """
-    _check_settings(max_new_tokens, temperature, top_k, top_p)
-    groups: defaultdict[int, list[int]] = defaultdict(list)
-    for row, prompt in enumerate(prompts):
-        _check_prompt(model, row, prompt, max_new_tokens)
-        groups[len(prompt)].append(row)
+    """The new tokens of each prompt; arguments and errors as for `generate_stream`."""
     new_tokens: list[list[int]] = [[] for _ in prompts]
-    if max_new_tokens == 0:
-        return new_tokens
-    device = model.embedding.weight.device
-    for rows in groups.values():
-        randoms = [torch.Generator().manual_seed(seed * 1_000_003 + row) for row in rows]
-        tokens = torch.tensor([list(prompts[row]) for row in rows], device=device)
-        logits, state = _read_prompt(model, tokens)
-        open_rows = set(rows)
-        while True:
-            chosen = [
-                _choose(logits[i], temperature, top_k, top_p, randoms[i]) for i in range(len(rows))
-            ]
-            for row, token in zip(rows, chosen, strict=True):
-                if row in open_rows and token in stop_ids:
-                    open_rows.remove(row)
-                if row in open_rows:
-                    new_tokens[row].append(token)
-                    if len(new_tokens[row]) == max_new_tokens:
-                        open_rows.remove(row)
-            if not open_rows:
-                break
-            logits, state = model.step(torch.tensor(chosen, device=device), state)
+    for row, token in generate_stream(
+        model,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        stop_ids=stop_ids,
+        finished=finished,
+        seed=seed,
+        cuda_graph=cuda_graph,
+    ):
+        new_tokens[row].append(token)
     return new_tokens
 
 
-def _read_prompt(model: LanguageModel, tokens: Tensor) -> tuple[Tensor, ModelState]:
-    """tokens [B, T], T >= 1 -> (logits of the last token [B, vocab_size], state)."""
-    state = model.empty_state(tokens.shape[0])
+def read_prompt(
+    model: LanguageModel, tokens: Tensor, state: ModelState
+) -> tuple[Tensor, ModelState]:
+    """Reads tokens [B, T], T >= 1, in pieces of about PREFILL_TOKENS over all rows, which bounds
+    memory whatever T is -> (logits of the last token [B, vocab_size], state)."""
+    # A power of two: chunks of the next piece then start where chunks end.
+    piece_tokens = 1 << max(1, PREFILL_TOKENS // len(tokens)).bit_length() - 1
     logits = tokens.new_empty(0)
-    for piece in tokens.split(PREFILL_TOKENS, dim=1):
+    for piece in tokens.split(piece_tokens, dim=1):
         logits, state = model.prefill(piece, state, last_only=True)
     return logits[:, -1], state
 
 
-def _choose(
-    logits: Tensor,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    random: torch.Generator,
-) -> int:
-    """One token from logits [vocab_size]."""
-    if temperature == 0:
-        return int(logits.argmax())
-    probability, token = (logits.double().cpu() / temperature).softmax(-1).sort(descending=True)
-    if top_k is not None:
-        probability = probability[:top_k]
-    if top_p is not None:
-        before = probability.cumsum(-1) - probability
-        probability = probability[before < top_p]  # never empty: nothing comes before the first
-    return int(token[torch.multinomial(probability, 1, generator=random)])
-
-
-def _check_settings(
-    max_new_tokens: int, temperature: float, top_k: int | None, top_p: float | None
-) -> None:
-    if max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens must be >= 0: got {max_new_tokens}")
-    if not 0 <= temperature < float("inf"):
-        raise ValueError(f"temperature must be >= 0 and finite: got {temperature}")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k must be >= 1: got {top_k}")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"top_p must be in (0, 1]: got {top_p}")
-    if temperature == 0 and (top_k is not None or top_p is not None):
-        raise ValueError(
-            "top_k and top_p need a temperature > 0: got temperature 0, which samples nothing"
-        )
+def _read_prompts(
+    model: LanguageModel, prompts: Sequence[Sequence[int]]
+) -> tuple[list[int], Tensor, ModelState]:
+    """(places in `prompts` in the order of the batch, last logits [B, vocab_size], joined state)"""
+    groups: defaultdict[int, list[int]] = defaultdict(list)
+    for row, prompt in enumerate(prompts):
+        groups[len(prompt)].append(row)
+    device = model.embedding.weight.device
+    parts = []
+    for rows in groups.values():
+        tokens = torch.tensor([list(prompts[row]) for row in rows], device=device)
+        parts.append(read_prompt(model, tokens, model.empty_state(len(rows))))
+    order = [row for rows in groups.values() for row in rows]
+    logits = torch.cat([part[0] for part in parts])
+    return order, logits, join_states([part[1] for part in parts])
 
 
 def _check_prompt(
@@ -134,9 +173,6 @@ def _check_prompt(
             f"(vocab_size={config.vocab_size})"
         )
     # The last new token is never read.
-    if (total := len(prompt) + max(max_new_tokens - 1, 0)) > config.max_seq_len:
-        raise ValueError(
-            f"prompt {row} with its continuation is too long: got {len(prompt)} + "
-            f"{max_new_tokens} tokens, {total} to read; expected at most "
-            f"max_seq_len={config.max_seq_len}"
-        )
+    total = len(prompt) + max(max_new_tokens - 1, 0)
+    what = f"prompt {row} with its continuation ({len(prompt)} + {max_new_tokens} tokens)"
+    check_document_length(config, total, what)

@@ -49,7 +49,7 @@ def initialize(model: LanguageModel, seed: int) -> None:
     for module_name, module in model.named_modules():
         for short_name, parameter in module.named_parameters(recurse=False):
             name = f"{module_name}.{short_name}" if module_name else short_name
-            random = _generator(seed, name)
+            random = parameter_random(seed, name)
             std = config.init_std
             if config.rescale_residual_init and name.endswith(_RESIDUAL_OUTPUTS):
                 std /= math.sqrt(residual_outputs)
@@ -101,6 +101,7 @@ def _level_weights_start(
     return value.fill_(1.0 if module.config.kind == "linear" else FIXED_LAMBDA)
 
 
-def _generator(seed: int, name: str) -> torch.Generator:
+def parameter_random(seed: int, name: str) -> torch.Generator:
+    """The random numbers that the parameter of this name starts from."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))

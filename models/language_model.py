@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.attention import Attention
-from models.config import ModelConfig
+from models.config import ModelConfig, check_document_length
 from models.gated_deltanet import GatedDeltaNet
-from models.layers import Embedding, Linear, RMSNorm, SwiGLU
+from models.layers import Embedding, Linear, RMSNorm, SwiGLU, at_least_fp32
 from models.mamba2 import Mamba2
 
 MIXERS: dict[str, Callable[[ModelConfig], Any]] = {
@@ -33,10 +33,15 @@ MIXERS: dict[str, Callable[[ModelConfig], Any]] = {
 
 @dataclass(frozen=True)
 class ModelState:
-    """What a model remembers of the tokens read so far: a state per layer, and how many tokens."""
+    """What a model remembers of the tokens read so far.
+
+    layers: the state of each layer's mixer.
+    position: [B] int64 on the CPU, tokens read so far by each row; rows may differ. On a device in
+        a captured step only (models/decode_graph.py).
+    """
 
     layers: tuple[Any, ...]
-    position: int
+    position: Tensor
 
 
 class Block(nn.Module):
@@ -101,7 +106,7 @@ class LanguageModel(nn.Module):
         if cu_seqlens is not None:
             longest = _longest_document(cu_seqlens, B, T)
             tokens = tokens.reshape(1, B * T)
-        self._check_length(longest)
+        check_document_length(self.config, longest)
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x, cu_seqlens, longest)
@@ -110,7 +115,7 @@ class LanguageModel(nn.Module):
     def empty_state(self, batch_size: int) -> ModelState:
         """The state before any token, for `batch_size` rows."""
         layers = tuple(block.mixer.empty_state(batch_size) for block in self.blocks)
-        return ModelState(layers, 0)
+        return ModelState(layers, torch.zeros(batch_size, dtype=torch.int64))
 
     def prefill(
         self, tokens: Tensor, state: ModelState, *, last_only: bool = False
@@ -118,7 +123,8 @@ class LanguageModel(nn.Module):
         """Reads T more tokens of every row at once; a long prompt may be read in several calls.
 
         Args:
-            tokens: [B, T] int64, T >= 0; rows are of equal length, without padding.
+            tokens: [B, T] int64, T >= 0; rows are of equal length, without padding. What they read
+                before may differ in length (models/decoding_state.py joins such rows).
             state: from `empty_state` or an earlier call. It is used up.
             last_only: logits of the last token only, [B, min(T, 1), vocab_size].
 
@@ -131,7 +137,7 @@ class LanguageModel(nn.Module):
         B, T = tokens.shape
         if T == 0:
             return self.embedding.weight.new_zeros(B, 0, self.config.vocab_size), state
-        self._check_length(state.position + T)
+        check_document_length(self.config, int(state.position.max()) + T)
         x = self.embedding(tokens)
         layers = []
         for block, layer in zip(self.blocks, state.layers, strict=True):
@@ -153,7 +159,8 @@ class LanguageModel(nn.Module):
         Raises:
             ValueError: more than max_seq_len tokens in all.
         """
-        self._check_length(state.position + 1)
+        if state.position.device.type == "cpu":
+            check_document_length(self.config, int(state.position.max()) + 1)
         x = self.embedding(tokens)
         layers = []
         for block, layer in zip(self.blocks, state.layers, strict=True):
@@ -165,14 +172,9 @@ class LanguageModel(nn.Module):
         x = self.norm(x)
         lm_head = self.lm_head
         logits = F.linear(x, self.embedding.weight) if lm_head is None else lm_head(x)
-        return logits if logits.dtype == torch.float64 else logits.float()
-
-    def _check_length(self, tokens: int) -> None:
-        if tokens > self.config.max_seq_len:
-            raise ValueError(
-                f"document too long for the model: got {tokens} tokens; expected at most "
-                f"max_seq_len={self.config.max_seq_len}; cut it or use a model with a larger one"
-            )
+        logits = at_least_fp32(logits)
+        cap = self.config.logit_soft_cap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 def _longest_document(cu_seqlens: Tensor, B: int, T: int) -> int:

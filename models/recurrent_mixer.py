@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from kernels.levels import num_levels
 from kernels.state import FenwickState
 from models.config import ModelConfig
-from models.layers import Linear, ShortConvolution
-from models.level_weights import LevelWeights
+from models.layers import ShortConvolution
+from models.level_weights import LevelProjection, LevelWeights
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,12 @@ class RecurrentMixer(nn.Module):
         self.H, self.K, self.V = sizes
         self.L = config.num_levels
         self.conv = conv
-        self.level_proj: Linear | None = None
+        self.level_proj: LevelProjection | None = None
         self.level_weights: LevelWeights | None = None
         if log_linear:
             self.level_weights = LevelWeights(config.level_weights, self.H, self.L)
             if self.level_weights.reads_input:
-                self.level_proj = Linear(config.d_model, self.H * self.L)
+                self.level_proj = LevelProjection(config, self.H)
 
     def project(self, u: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """u [..., D] -> (the convolution's input [..., channels], what does not pass it)."""

@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
-from kernels.checks import check_levels, check_sequence, document_lengths
+from kernels.checks import check_levels, check_sequence, check_step, document_lengths
 from kernels.dispatch import Backend, choose_backend
 from kernels.documents import run_by_document
 from kernels.log_linear_gated_delta.chunked import log_linear_gated_delta_chunked
 from kernels.log_linear_gated_delta.reference import log_linear_gated_delta_recurrence
-from kernels.state import FenwickState
+from kernels.state import FenwickState, live_part, with_live_part
 
 
 def log_linear_gated_delta_rule(
@@ -91,13 +91,15 @@ def log_linear_gated_delta_rule_step(
         o [B, H, V] in v's dtype and the state after the token.
 
     Raises:
-        ValueError: a shape does not fit; the state's position needs more than L levels.
+        ValueError: a shape does not fit; the state's position needs more than L levels (not
+            checked where the position is on a device, see kernels/state.py).
     """
     q, k, v, log_decay, beta, level_weights = (
         x[:, None] for x in (q, k, v, log_decay, beta, level_weights)
     )
     check_sequence(q, k, v, {"log_decay": log_decay, "beta": beta}, level_weights)
-    check_levels(level_weights, (1,) * q.shape[0], state, q.shape[3], v.shape[3])
+    check_step(level_weights, state, q.shape[3], v.shape[3])
+    live, live_weights = live_part(state, level_weights)
     with torch.autocast(v.device.type, enabled=False):
-        o, state = log_linear_gated_delta_recurrence(q, k, v, log_decay, beta, level_weights, state)
-    return o[:, 0].to(v.dtype), state
+        o, live = log_linear_gated_delta_recurrence(q, k, v, log_decay, beta, live_weights, live)
+    return o[:, 0].to(v.dtype), with_live_part(state, live)

@@ -49,7 +49,8 @@ def log_linear_gated_delta_recurrence(
     for t in range(T):
         S = carry(S, position + t)
         beta_k = beta[:, t, :, None] * k[:, t]
-        erased = torch.einsum("bhk,bhj,bhljv->bhlkv", beta_k, k[:, t], S)
+        held = torch.einsum("bhj,bhljv->bhlv", k[:, t], S)
+        erased = torch.einsum("bhk,bhlv->bhlkv", beta_k, held)
         S = g[:, t].exp()[:, :, None, None, None] * (S - erased)
         inserted = torch.einsum("bhk,bhv->bhkv", beta_k, v[:, t])
         S = torch.cat([inserted[:, :, None], S[:, :, 1:]], dim=2)

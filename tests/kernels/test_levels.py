@@ -1,7 +1,15 @@
 import pytest
 import torch
 
-from kernels.levels import bit_length, carry, level, level_matrix, num_levels
+from kernels.levels import (
+    _carry_by_masks,
+    _carry_by_rows,
+    bit_length,
+    carry,
+    level,
+    level_matrix,
+    num_levels,
+)
 
 
 @pytest.mark.parametrize("T", [1, 2, 3, 5, 8, 33, 64, 65])
@@ -47,3 +55,12 @@ def test_a_row_without_tokens_has_no_levels(T):
 def test_a_token_sees_no_later_one(t, s):
     with pytest.raises(ValueError, match="0 <= s <= t"):
         level(t, s)
+
+
+def test_carry_by_masks_equals_carry_by_rows():
+    torch.manual_seed(0)
+    for positions in ([0, 1, 2, 3, 12, 16], [8, 8, 8], [0, 0], [31, 24, 24]):
+        levels, t = torch.randn(len(positions), 2, 6, 3, 4), torch.tensor(positions)
+        before = levels.clone()
+        torch.testing.assert_close(_carry_by_rows(levels, t), _carry_by_masks(levels, t))
+        assert torch.equal(levels, before)

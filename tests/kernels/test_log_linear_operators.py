@@ -345,3 +345,32 @@ def test_a_call_in_inference_mode_does_not_spoil_a_later_training_step(operator)
     o, _ = operator.op(*[x.requires_grad_() for x in inputs])
     o.sum().backward()
     assert all(x.grad is not None for x in inputs)
+
+
+def test_step_does_not_depend_on_levels_it_cannot_read(operator):
+    def run(extra):
+        inputs = make_inputs(operator, 2, 40, L=6, dtype=torch.float32)
+        inputs[-1] = F.pad(inputs[-1], (0, extra), value=7.0)
+        L = 6 + extra
+        state = FenwickState.empty(2, 4, L, inputs[0].shape[-1], inputs[2].shape[-1])
+        outputs = []
+        for t in range(32):
+            o, state = operator.step(*[x[:, t] for x in inputs], state)
+            outputs.append(o)
+            assert state.live_levels == num_levels(t + 2)
+        assert not state.levels[:, :, 6:].any()
+        assert state.levels.shape[2] == L
+        return torch.stack(outputs)
+
+    assert torch.equal(run(0), run(9))
+
+
+def test_position_lies_on_the_host_or_beside_the_levels(operator):
+    inputs = [x[:, 0] for x in make_inputs(operator, 1, 1, L=3)]
+    state = FenwickState(
+        torch.zeros(1, 4, 3, 8, 6), torch.zeros(1, dtype=torch.int64, device="meta")
+    )
+    with pytest.raises(
+        ValueError, match=r"on meta; expected \[1\] on the CPU or beside the levels"
+    ):
+        operator.step(*inputs, state)

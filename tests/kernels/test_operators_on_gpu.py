@@ -10,6 +10,7 @@ from kernels.log_linear_gated_delta import (
     log_linear_gated_delta_rule_step,
 )
 from kernels.log_linear_ssd import log_linear_ssd, log_linear_ssd_step
+from kernels.state import FenwickState
 
 pytestmark = pytest.mark.gpu
 OPERATORS = {
@@ -66,3 +67,23 @@ def test_prefill_then_step_equals_the_full_row(name):
         for t in range(n, n + 5):
             o, state = step(*[x[:, t] for x in inputs], state)
             torch.testing.assert_close(o, full[:, t], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_step_with_its_position_on_the_device_asks_nothing_and_is_equal(name):
+    _, step, has_beta = OPERATORS[name]
+    inputs = [x.cuda() for x in make_inputs(has_beta, 70)]
+    L = inputs[-1].shape[-1]
+    host = FenwickState.empty(1, 4, L, 32, 16, device="cuda")
+    device = FenwickState(host.levels, host.position.cuda())
+    for t in range(70):
+        tokens = [x[:, t] for x in inputs]
+        expected, host = step(*tokens, host)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            o, device = step(*tokens, device)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        torch.testing.assert_close(o, expected, rtol=1e-5, atol=1e-6)
+    assert device.position.tolist() == [70]
+    torch.testing.assert_close(device.levels, host.levels, rtol=1e-5, atol=1e-6)

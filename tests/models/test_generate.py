@@ -8,7 +8,9 @@ import torch
 
 from models import generate as generate_module
 from models.config import MIXER_NAMES
-from models.generate import generate
+from models.decode_graph import GraphedStep
+from models.decoding_state import join_states
+from models.generate import generate, generate_stream
 from models.language_model import LanguageModel
 
 Build = Callable[..., LanguageModel]
@@ -88,7 +90,10 @@ def test_generation_reaches_max_seq_len(small_model: Build) -> None:
     model = small_model("log_linear_gated_deltanet", max_seq_len=8)
     # The last new token is not read, so one more than max_seq_len fits.
     assert len(generate(model, [[1, 2, 3]], max_new_tokens=6)[0]) == 6
-    with pytest.raises(ValueError, match=r"got 3 \+ 7 tokens, 9 to read; expected at most .*=8"):
+    with pytest.raises(
+        ValueError,
+        match=r"3 \+ 7 tokens\) too long .* got 9 tokens; expected at most .*=8; .* extend-context",
+    ):
         generate(model, [[1, 2, 3]], max_new_tokens=7)
 
 
@@ -111,3 +116,79 @@ def test_wrong_settings_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         generate(small_model("mamba2"), prompts, **{"max_new_tokens": 2, **settings})
+
+
+def test_stream_yields_the_tokens_of_generate_one_by_one(small_model: Build) -> None:
+    model, settings = small_model("log_linear_mamba2"), {"max_new_tokens": 5, "temperature": 1.0}
+    expected = generate(model, PROMPTS, **settings)
+    stream = generate_stream(model, PROMPTS, **settings)
+    first = [next(stream) for _ in PROMPTS]
+    assert sorted(first) == [(row, tokens[0]) for row, tokens in enumerate(expected)]
+    rest: list[list[int]] = [[token] for _, token in sorted(first)]
+    for row, token in stream:
+        rest[row].append(token)
+    assert rest == expected
+
+
+def test_batch_of_unequal_prompts_steps_together(
+    small_model: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = small_model(("log_linear_gated_deltanet", "attention"))
+    expected = [generate(model, [prompt], max_new_tokens=6)[0] for prompt in PROMPTS]
+    batches = []
+    step = model.step
+    monkeypatch.setattr(
+        model, "step", lambda tokens, state: batches.append(len(tokens)) or step(tokens, state)
+    )
+    assert generate(model, PROMPTS, max_new_tokens=6) == expected
+    assert batches == [4] * 5
+    batches.clear()
+    stop = {1: expected[1][0], 3: expected[3][2]}  # finished rows leave the batch
+    generate(
+        model,
+        PROMPTS,
+        max_new_tokens=6,
+        finished=lambda row, tokens: tokens[-1] == stop.get(row) and len(tokens) in (1, 3),
+    )
+    assert batches == [3, 3, 2, 2, 2]
+
+
+def test_finished_is_asked_after_every_token(small_model: Build) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def finished(row: int, tokens: list[int]) -> bool:
+        asked.append((row, len(tokens)))
+        return len(tokens) == row + 1
+
+    tokens = generate(small_model("mamba2"), PROMPTS, max_new_tokens=9, finished=finished)
+    assert [len(row) for row in tokens] == [1, 2, 3, 4]
+    assert sorted(asked) == [(row, n) for row in range(4) for n in range(1, row + 2)]
+
+
+def test_graph_needs_a_gpu(small_model: Build) -> None:
+    with pytest.raises(ValueError, match="a CUDA graph needs a CUDA device: the model is on cpu"):
+        generate(small_model("mamba2"), PROMPTS, max_new_tokens=2, cuda_graph=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mixer", [*MIXER_NAMES, ("log_linear_mamba2", "attention")], ids=str)
+@pytest.mark.parametrize("window", [None, 9])
+@torch.no_grad()
+def test_captured_step_equals_the_step(mixer: Any, window: int | None, small_model: Build) -> None:
+    sizes = {"num_heads": 2, "window": window}
+    model = small_model(mixer, attention=sizes).cuda()
+    tokens = torch.randint(50, (4, 200), generator=torch.Generator().manual_seed(0)).cuda()
+    states = []
+    for row, n in enumerate((1, 63, 64, 30)):
+        _, state = model.prefill(tokens[row : row + 1, :n], model.empty_state(1))
+        states.append(state)
+    state = join_states(states)
+    graph = GraphedStep(model, state, 70)
+    for t in range(70):  # past carries of every row
+        expected, state = model.step(tokens[:, t], state)
+        torch.testing.assert_close(graph(tokens[:, t]), expected, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="captured for 134 tokens"):
+        graph(tokens[:, 0])
+    prompts = [row[:n].tolist() for row, n in zip(tokens, (1, 63, 64, 30), strict=True)]
+    plain = generate(model, prompts, max_new_tokens=20)
+    assert generate(model, prompts, max_new_tokens=20, cuda_graph=True) == plain

@@ -1,0 +1,102 @@
+"""One decoding step as a CUDA graph: the kernels of a step, launched by one call.
+
+A step of a small batch is hundreds of kernels of a few microseconds, so launching them costs more
+than running them. A graph replays them on fixed memory: tokens go into one buffer, logits come out
+of another, and the state is written back where it lay. Positions live on the device inside the
+graph, so that the same kernels carry whatever levels are full; the host counts along to refuse a
+row that is too long.
+"""
+
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from models.attention import AttentionState
+from models.config import check_document_length
+from models.decoding_state import map_tensors
+from models.language_model import LanguageModel, ModelState
+
+WARM_UP_STEPS = 3
+"""Before the capture, so that libraries have allocated what they need."""
+
+
+class GraphedStep:
+    """`model.step` for one batch, replayed. The state given is copied and stays as it is."""
+
+    def __init__(self, model: LanguageModel, state: ModelState, max_steps: int) -> None:
+        """Captures the graph.
+
+        Args:
+            state: of all rows; they may be at different positions.
+            max_steps: steps that KV caches have to hold at most; those of other mixers do not grow.
+
+        Raises:
+            ValueError: the model is not on a CUDA device.
+        """
+        device = model.embedding.weight.device
+        if device.type != "cuda":
+            raise ValueError(
+                f"a CUDA graph needs a CUDA device: the model is on {device.type}; "
+                "step without a graph"
+            )
+        self._model, self._longest = model, int(state.position.max())
+        self._end = self._longest + max_steps
+        self._tokens = torch.zeros(len(state.position), dtype=torch.int64, device=device)
+        self._state = _with_device_positions(model, state, self._end)
+        # An attention layer's step writes its keys before they are read: warming up leaves behind
+        # only what the first real step writes again.
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream), torch.no_grad():
+            for _ in range(WARM_UP_STEPS):
+                model.step(self._tokens, self._state)
+        torch.cuda.current_stream(device).wait_stream(stream)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph), torch.no_grad():
+            self._logits, after = model.step(self._tokens, self._state)
+            _write_back(self._state, after)
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """Reads one more token of every row, [B] int64 -> logits [B, vocab_size] fp32, valid until
+        the next call.
+
+        Raises:
+            ValueError: more than max_seq_len tokens in all, or more than max_steps calls.
+        """
+        if self._longest == self._end:
+            raise ValueError(f"the graph was captured for {self._end} tokens of the longest row")
+        check_document_length(self._model.config, self._longest + 1)
+        self._longest += 1
+        self._tokens.copy_(tokens)
+        self._graph.replay()
+        return self._logits
+
+
+def _with_device_positions(model: LanguageModel, state: ModelState, max_tokens: int) -> ModelState:
+    """A copy whose positions lie beside the other tensors and whose KV caches have room for
+    max_tokens: what a captured step works on."""
+    layers = []
+    for block, layer in zip(model.blocks, state.layers, strict=True):
+        if isinstance(layer, AttentionState):
+            slots = min(max_tokens, block.mixer.window or max_tokens)
+            layer = layer.grown(max(layer.capacity, slots))
+        layers.append(layer)
+    device = model.embedding.weight.device
+    return map_tensors(
+        ModelState(tuple(layers), state.position), lambda tensor: tensor.to(device, copy=True)
+    )
+
+
+def _write_back(target: Any, source: Any) -> None:
+    """Copies every tensor of `source` into that of `target`."""
+    if isinstance(source, Tensor):
+        if source.data_ptr() != target.data_ptr():
+            target.copy_(source)
+    elif isinstance(source, tuple):
+        for one, two in zip(target, source, strict=True):
+            _write_back(one, two)
+    else:
+        for field in fields(source):
+            _write_back(getattr(target, field.name), getattr(source, field.name))
