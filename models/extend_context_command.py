@@ -7,10 +7,11 @@ import torch
 import typer
 from rich.console import Console
 
-from models.checkpoint_directory import resolve
 from models.config import ModelConfig
+from models.export import open_source
 from models.extend_context import Rule, extend_parameters, extended_config
 from models.language_model import LanguageModel
+from models.output_folder import is_complete, new_folder
 from models.weights import load_model, save_model
 
 PROOF_TOKENS = 1024
@@ -23,16 +24,19 @@ def extend_context_command(
     rule: Annotated[Rule, typer.Option(help="What the weights of new levels start from.")] = "copy",
 ) -> None:
     """Give a model more levels; rows of the old length keep every bit of their logits."""
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ValueError(f"output exists: got {output}; expected a new or empty folder")
-    directory = resolve(checkpoint)
-    model = load_model(directory)
+    source = open_source(checkpoint)
+    made_from = {"source": source.sha256, "max_seq_len": max_seq_len, "rule": rule}
+    if is_complete(output, made_from):
+        print(f"{output} is complete: nothing to do")
+        return
+    model = load_model(checkpoint)
     config = model.config
     extended = extended_config(config, max_seq_len, rule)
     parameters = extend_parameters(model.state_dict(), config, extended, rule)
     _prove_equal(model, parameters, extended)
-    tokenizer = directory / "tokenizer.model"
-    save_model(output, parameters, extended, tokenizer if tokenizer.is_file() else None)
+    with new_folder(output, made_from) as folder:
+        save_model(folder, parameters, extended, source.tokenizer)
+        source.generation.save(folder)
     Console().print(
         f"{output}: max_seq_len {config.max_seq_len} -> {extended.max_seq_len}, levels "
         f"{config.num_levels} -> {extended.num_levels}, weights per head "

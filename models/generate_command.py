@@ -8,6 +8,7 @@ import typer
 
 from data_prep.tokenizer import Tokenizer
 from models.checkpoint_directory import resolve
+from models.generation_settings import read_generation_settings
 from models.text_generation import generate_text, stream_text
 from models.weights import load_model
 
@@ -19,7 +20,10 @@ def generate_command(
         list[Path] | None, typer.Option(help="File whose text is continued; repeatable.")
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to add at most.")] = 100,
-    temperature: Annotated[float, typer.Option(help="0 takes the most likely token.")] = 0.0,
+    temperature: Annotated[
+        float | None,
+        typer.Option(help="0: the likeliest token. Default: as generation_config.json says, or 0."),
+    ] = None,
     top_k: Annotated[int | None, typer.Option(help="Sample among the k likeliest.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Sample among this much probability.")] = None,
     stop: Annotated[
@@ -42,6 +46,9 @@ def generate_command(
     check_device(device)
     tokenizer = Tokenizer.load(directory / "tokenizer.model")
     model = load_model(directory, device)
+    if temperature is None:
+        saved = read_generation_settings(directory)
+        temperature = 1.0 if saved is not None and saved.do_sample else 0.0
     settings: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,

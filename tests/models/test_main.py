@@ -1,6 +1,7 @@
 """`python -m models`."""
 
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from models import __main__ as command
 from models.accounting import state_bytes
 from models.checkpoint_directory import step_folder, write_manifest
 from models.config import PRESETS, ModelConfig
+from models.generation_settings import GenerationSettings
 from models.language_model import LanguageModel
 from models.weights import load_model, save_model
 
@@ -58,6 +60,19 @@ def test_generate_prints_prompt_and_continuation(checkpoint: Path, run: Run) -> 
     assert second.startswith("def")
 
 
+def test_generate_samples_where_the_settings_of_the_model_say_so(
+    checkpoint: Path, run: Run, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(step_folder(checkpoint, 7), folder)
+    (folder / "checkpoint.json").unlink()
+    command = ("generate", str(folder), "--prompt", "import", "--max-new-tokens", "9")
+    greedy = run(*command)
+    GenerationSettings(do_sample=True).save(folder)
+    assert run(*command) == run(*command, "--temperature", "1")
+    assert run(*command, "--temperature", "0") == greedy
+
+
 def test_generate_streams_the_same_text(checkpoint: Path, run: Run) -> None:
     arguments = ["generate", str(checkpoint), "--prompt", "import", "--max-new-tokens", "9"]
     code, out, err = run(*arguments, "--stream")
@@ -92,11 +107,12 @@ def test_extend_context_writes_a_longer_model(checkpoint: Path, run: Run, tmp_pa
     assert after(torch.arange(1000)[None] % 400).isfinite().all()
     code, out, _ = run("generate", str(output), "--prompt", "import", "--max-new-tokens", "300")
     assert code == 0
-    code, _, err = run("extend-context", str(checkpoint), str(output), "--max-seq-len", "1000")
-    assert (code, err) == (
-        2,
-        f"error: output exists: got {output}; expected a new or empty folder\n",
-    )
+    again = ("extend-context", str(checkpoint), str(output), "--max-seq-len", "1000")
+    code, out, _ = run(*again, "--rule", "one")
+    assert (code, out) == (0, f"{output} is complete: nothing to do\n")
+    code, _, err = run(*again)
+    assert code == 2
+    assert "output is the result of another command (other rule)" in err
 
 
 @pytest.mark.parametrize("preset", ["tiny-log-linear-mamba2", "0.8b-attention-24-layers"])
