@@ -27,7 +27,8 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-IGNORED = -100
+from data_prep.shards import IGNORED_LABEL
+
 MAX_VOCAB_SIZE = 1 << 20  # drawing a block takes four bytes a row and id
 BLOCK_ROWS = 512  # drawn together: bounds memory, and row n of a seed is the same for any row count
 SPLIT_STREAM = {"train": 0, "validation": 1, "test": 2}
@@ -92,7 +93,7 @@ def draw_block(
     queries = 2 * pairs + 2 * _distinct(rng, slots ** (task.power - 1), rows, pairs)
 
     tokens = np.zeros((rows, task.seq_len), np.int64)
-    labels = np.full((rows, task.seq_len), IGNORED, np.int64)
+    labels = np.full((rows, task.seq_len), IGNORED_LABEL, np.int64)
     tokens[:, 0 : 2 * pairs : 2] = keys
     tokens[:, 1 : 2 * pairs : 2] = values
     np.put_along_axis(tokens, queries, keys, axis=1)

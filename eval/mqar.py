@@ -18,13 +18,11 @@ several seeds.
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
 from data_prep.shards import Rows, read_manifest
 from eval.progress import track
-from eval.result import Options, Result, Subject
+from eval.result import Options, Result, Subject, mean_result
 from eval.scoring import Score, row_batches, score
 
 VERSION = 1
@@ -85,21 +83,7 @@ def mqar(subject: Subject, options: Options) -> list[Result]:
             ("nll_per_query", np.array([s.nll for s in group]) / pairs, "nats"),
         )
         results += [
-            _result(metric, values, unit, {**settings, "pairs": pairs})
+            mean_result("mqar", VERSION, metric, values, unit, {**settings, "pairs": pairs})
             for metric, values, unit in columns
         ]
     return results
-
-
-def _result(metric: str, values: np.ndarray, unit: str, settings: dict) -> Result:
-    n = len(values)
-    return Result(
-        task="mqar",
-        version=VERSION,
-        metric=metric,
-        value=float(values.mean()),
-        unit=unit,
-        count=n,
-        standard_error=None if n < 2 else float(values.std(ddof=1)) / math.sqrt(n),
-        settings=settings,
-    )

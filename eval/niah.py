@@ -37,7 +37,6 @@ Samples depend only on the seed, the length and the tokenizer.
 
 from __future__ import annotations
 
-import math
 import random
 import re
 from collections.abc import Sequence
@@ -48,7 +47,7 @@ import numpy as np
 from data_prep.tokenizer import Tokenizer
 from eval.completion import complete
 from eval.progress import track
-from eval.result import Options, Result, Subject
+from eval.result import Options, Result, Subject, mean_result
 from eval.scoring import Score, Window, score, window_batches
 from eval.words import ADJECTIVES, NOUNS
 
@@ -255,19 +254,10 @@ def teacher_forced(
 
 
 def _result(metric: str, values: np.ndarray, unit: str, length: int, options: Options) -> Result:
-    n = len(values)
-    return Result(
-        task="niah",
-        version=VERSION,
-        metric=metric,
-        value=float(values.mean()),
-        unit=unit,
-        count=n,
-        standard_error=None if n < 2 else float(values.std(ddof=1)) / math.sqrt(n),
-        settings={
-            "length": length,
-            "answer_tokens": options.answer_tokens,
-            "samples": options.samples,
-            "seed": options.seed,
-        },
-    )
+    settings = {
+        "length": length,
+        "answer_tokens": options.answer_tokens,
+        "samples": options.samples,
+        "seed": options.seed,
+    }
+    return mean_result("niah", VERSION, metric, values, unit, settings)

@@ -32,11 +32,10 @@ from pathlib import Path
 
 import numpy as np
 
-from data_prep.shards import Rows, read_manifest
+from data_prep.shards import IGNORED_LABEL, Rows, read_manifest
 from eval.progress import track
 from eval.result import Options, Result, Subject
 from eval.scoring import (
-    IGNORE,
     Score,
     check_stride,
     exponential,
@@ -149,7 +148,7 @@ def dataset_perplexity(subject: Subject, options: Options, dataset: Path) -> lis
         nonlocal scored_bytes
         for i in range(len(rows)):
             row = rows[i]
-            labels = row.labels[row.labels != IGNORE]
+            labels = row.labels[row.labels != IGNORED_LABEL]
             scored_bytes += int(byte_lengths[labels].sum())
             np.add.at(frequencies, labels, 1)
             yield row.tokens, row.labels, row.document_starts

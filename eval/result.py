@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from data_prep.tokenizer import Tokenizer
 from models.config import extension_advice
@@ -29,6 +32,28 @@ class Result:
     """In the value's unit; None where it cannot be estimated (one document, one row)."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Everything that changes the value: files, window, stride, BOS policy, lengths, seed."""
+
+
+def mean_result(
+    task: str,
+    version: int,
+    metric: str,
+    values: np.ndarray,
+    unit: str,
+    settings: dict[str, Any],
+) -> Result:
+    """The mean of independent `values` [n] with its standard error, std / sqrt(n)."""
+    n = len(values)
+    return Result(
+        task=task,
+        version=version,
+        metric=metric,
+        value=float(values.mean()),
+        unit=unit,
+        count=n,
+        standard_error=None if n < 2 else float(values.std(ddof=1)) / math.sqrt(n),
+        settings=settings,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-IGNORE = -100
+from data_prep.shards import IGNORED_LABEL
+
 # Positions whose losses are taken at a time: bounds the copy of the logits that log-softmax makes.
 SLICE = 2048
 
@@ -117,7 +118,7 @@ def window_batches(windows: Iterable[Window], batch_tokens: int) -> Iterator[Bat
 
 def _pad(group: list[Window], length: int) -> Batch:
     tokens = torch.zeros(len(group), length, dtype=torch.int64)
-    labels = torch.full((len(group), length), IGNORE, dtype=torch.int64)
+    labels = torch.full((len(group), length), IGNORED_LABEL, dtype=torch.int64)
     for row, window in enumerate(group):
         n = len(window.inputs)
         tokens[row, :n] = torch.as_tensor(window.inputs)
@@ -159,7 +160,7 @@ def score(model: Model, batches: Iterable[Batch], device: str = "cpu") -> Iterat
         logits = model(batch.tokens.to(device), batch.cu_seqlens)
         labels = batch.labels.to(device)
         nll, hit = _losses(logits, labels)
-        scored = labels != IGNORE
+        scored = labels != IGNORED_LABEL
         columns = zip(nll.sum(1).tolist(), scored.sum(1).tolist(), hit.sum(1).tolist(), strict=True)
         yield from (Score(*column) for column in columns)
 
@@ -175,7 +176,7 @@ def _losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         # Vocabulary last: along any other axis torch sums the softmax naively, and 33,278 terms in
         # fp32 were measured to shift the loss by 5e-5 nats.
         losses = F.cross_entropy(
-            piece.flatten(0, 1), chosen.flatten(), ignore_index=IGNORE, reduction="none"
+            piece.flatten(0, 1), chosen.flatten(), ignore_index=IGNORED_LABEL, reduction="none"
         )
         nll[:, part] = losses.view(chosen.shape).double()
         hit[:, part] = piece.argmax(-1) == chosen

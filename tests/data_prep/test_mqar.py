@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_prep.mqar import IGNORED, MqarTask, draw_block, draw_rows
-from data_prep.shards import Rows, read_tokenizer
+from data_prep.mqar import MqarTask, draw_block, draw_rows
+from data_prep.shards import IGNORED_LABEL, Rows, read_tokenizer
 from data_prep.synth import write_mqar
 
 
@@ -29,7 +29,7 @@ def test_each_key_is_asked_once_and_its_value_is_the_label(
         assert keys.max() < 64
         assert values.min() >= 64
         assert values.max() < 128
-        asked = np.flatnonzero(labels != IGNORED)
+        asked = np.flatnonzero(labels != IGNORED_LABEL)
         assert (asked >= 2 * pairs).all()
         assert ((asked - 2 * pairs) % 2 == 0).all()
         assert {tokens[p]: labels[p] for p in asked} == dict(zip(keys, values, strict=True))
@@ -42,7 +42,7 @@ def test_each_key_is_asked_once_and_its_value_is_the_label(
 def test_fillers_are_uniform_over_the_whole_vocabulary() -> None:
     task = MqarTask(seq_len=64, pairs=1, vocab_size=66)
     tokens, labels = block(task, 4000)
-    fillers = tokens[:, 2:][labels[:, 2:] == IGNORED]
+    fillers = tokens[:, 2:][labels[:, 2:] == IGNORED_LABEL]
     counts = np.bincount(fillers, minlength=66)
     expected = len(fillers) / 66
     assert np.abs(counts - expected).max() < 6 * np.sqrt(expected)
@@ -51,7 +51,7 @@ def test_fillers_are_uniform_over_the_whole_vocabulary() -> None:
 def test_query_slots_follow_the_power_law() -> None:
     task = MqarTask(seq_len=34, pairs=1, vocab_size=64, power=0.5)
     _, labels = block(task, 40_000)
-    slot = (np.argmax(labels != IGNORED, axis=1) - 2) // 2
+    slot = (np.argmax(labels != IGNORED_LABEL, axis=1) - 2) // 2
     weights = np.arange(1, 17) ** -0.5
     expected = 40_000 * weights / weights.sum()
     assert np.abs(np.bincount(slot, minlength=16) - expected).max() < 5 * np.sqrt(expected.max())

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import torch
 
+from data_prep.shards import IGNORED_LABEL
 from eval.scoring import (
-    IGNORE,
     Score,
     Window,
     exponential,
@@ -59,7 +59,7 @@ def test_model_that_copies_the_leaked_next_token_has_loss_zero(certain):
     text = torch.randint(0, 50, (1, 200), generator=torch.Generator().manual_seed(0))[0]
     leak = torch.cat([text[1:], text[:1]])[None]
     model = certain(50, lambda tokens: leak[:, : tokens.shape[1]])
-    labels = np.append(text[1:].numpy(), IGNORE)
+    labels = np.append(text[1:].numpy(), IGNORED_LABEL)
     row = (text.numpy(), labels, np.array([0]))
     result = total(score(model, row_batches([row], 200)))
     assert (result.nll, result.tokens, result.hits) == (0.0, 199, 199)
