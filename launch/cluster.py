@@ -25,6 +25,8 @@ ROOT = Path(__file__).resolve().parent.parent
 CONNECT_TIMEOUT_SECONDS = 5.0
 # Nothing of ours goes through Ray's object store; its default takes 30 % of memory.
 OBJECT_STORE_BYTES = 100 << 20
+START_ATTEMPTS = 5
+PORT_CLASH = "used by other components"
 FOLDER_PARENT = Path("/tmp")
 FOLDER_PREFIX = "fenwick-ray-"
 
@@ -75,19 +77,7 @@ def cluster(request: Request, address: str | None) -> Iterator[Path | None]:
             prefix = f"{FOLDER_PREFIX}{os.getpid()}-"
             folder = Path(tempfile.mkdtemp(prefix=prefix, dir=FOLDER_PARENT))
             _check_local_gpus(request)
-            # Parts of Ray Train look for "the" cluster of this machine and would meet another one.
-            port = _free_port()
-            os.environ["RAY_GCS_SERVER_PORT"] = str(port)
-            env["RAY_ADDRESS"] = f"127.0.0.1:{port}"
-            ray.init(
-                address="local",
-                num_cpus=max(request.workers, os.cpu_count() or 1),
-                include_dashboard=False,
-                object_store_memory=OBJECT_STORE_BYTES,
-                logging_level=logging.ERROR,
-                _temp_dir=str(folder),
-                runtime_env={"env_vars": env},
-            )
+            _start_private(request, folder, env)
         else:
             _check_answers(address)
             ray.init(address=address, logging_level=logging.ERROR, runtime_env={"env_vars": env})
@@ -99,6 +89,33 @@ def cluster(request: Request, address: str | None) -> Iterator[Path | None]:
         ray.shutdown()
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _start_private(request: Request, folder: Path, env: dict[str, str]) -> None:
+    """Starts Ray on this machine, with `env` and its own address in every worker's environment."""
+    import ray
+
+    for attempt in range(START_ATTEMPTS):
+        # Parts of Ray Train look for "the" cluster of this machine and would meet another one.
+        port = _free_port()
+        os.environ["RAY_GCS_SERVER_PORT"] = str(port)
+        env["RAY_ADDRESS"] = f"127.0.0.1:{port}"
+        try:
+            ray.init(
+                address="local",
+                num_cpus=max(request.workers, os.cpu_count() or 1),
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                logging_level=logging.ERROR,
+                _temp_dir=str(folder),
+                runtime_env={"env_vars": env},
+            )
+            return
+        except ValueError as error:
+            # Ray draws free ports at random and refuses its own draw when two parts got one port.
+            if PORT_CLASH not in str(error) or attempt + 1 == START_ATTEMPTS:
+                raise
+            ray.shutdown()
 
 
 def remove_stale_folders() -> None:
