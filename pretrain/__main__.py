@@ -13,16 +13,33 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from click import Context
+from typer.core import TyperGroup
 
+from pretrain import train as training
 from pretrain.distributed import start_world, stop_world
 from pretrain.errors import Refused, TrainingFailed
-from pretrain.train import train
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+class TrainByDefault(TyperGroup):
+    """`python -m pretrain CONFIG` is `python -m pretrain train CONFIG`."""
+
+    def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and args[0] != "--help":
+            args = ["train", *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(cls=TrainByDefault, add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.callback()
+def pretrain() -> None:
+    """Trains language models. `python -m pretrain CONFIG` is short for `train CONFIG`."""
 
 
 @app.command()
-def main(
+def train(
     config: Annotated[Path, typer.Argument(help="YAML file of the run.")],
     overrides: Annotated[
         list[str] | None, typer.Argument(help="section.key=value, each replaces one setting.")
@@ -41,7 +58,7 @@ def main(
         _print_error(str(error))
         raise typer.Exit(2) from None
     try:
-        exit_code = train(config, overrides or [], world)
+        exit_code = training.train(config, overrides or [], world)
     except Refused as error:
         if world.rank == 0:
             _print_error(str(error))
