@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 PERMUTATIONS = 128
+SCHEME = "affine32"  # signatures are 32-bit numbers
 SHINGLE_WORDS = 5
 _BATCH = 4096  # shingles at a time: [batch, PERMUTATIONS] uint64 are 4 MB
 _WORD = re.compile(r"\w+")
@@ -34,7 +35,7 @@ class Signer:
     def __init__(self) -> None:
         from datasketch import MinHash
 
-        self._minhash = MinHash(num_perm=PERMUTATIONS)
+        self._minhash = MinHash(num_perm=PERMUTATIONS, scheme=SCHEME)
         self._words: list[str] = []
         self._rest = ""
         self._has_shingle = False
@@ -49,11 +50,11 @@ class Signer:
         self._take(words)
 
     def finish(self) -> np.ndarray:
-        """[PERMUTATIONS] uint64."""
+        """[PERMUTATIONS] uint32."""
         self._take([self._rest] if self._rest else [])
         if not self._has_shingle:  # the whole document is shorter than one
             self._minhash.update(" ".join(self._words).encode())
-        return np.asarray(self._minhash.hashvalues, np.uint64)
+        return np.asarray(self._minhash.hashvalues).astype(np.uint32)
 
     def _take(self, words: list[str]) -> None:
         words = self._words + words
@@ -80,7 +81,7 @@ class Seen:
         """Whether no kept document is similar; it is kept then."""
         from datasketch import MinHash
 
-        minhash = MinHash(num_perm=PERMUTATIONS, hashvalues=signature)
+        minhash = MinHash(num_perm=PERMUTATIONS, hashvalues=signature, scheme=SCHEME)
         for candidate in self._index.query(minhash):
             if self._kept[candidate].jaccard(minhash) >= self._threshold:
                 return False

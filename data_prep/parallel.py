@@ -140,6 +140,8 @@ class Pool:
             # In no file: other users of the machine cannot connect.
             os.environ["RAY_AUTH_MODE"] = "token"
             os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+            # This is the work that the user waits for; Ray would give way to everything else.
+            os.environ.setdefault("RAY_worker_niceness", "0")
         import ray
 
         _remove_stale_folders()

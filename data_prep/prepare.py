@@ -339,10 +339,8 @@ def _pack_split(
     folder, facts = work / name, work / f"{name}.facts"
     for made in (folder, facts):
         made.mkdir(exist_ok=True)
-    for stale in facts.glob(".*.tmp"):
+    for stale in (*facts.glob(".*.tmp"), *folder.glob(".*.tmp")):
         stale.unlink()
-    for stale in folder.glob(".*.tmp"):
-        remove(stale)
     token_bytes = np.dtype(token_dtype(tokenizer.vocab_size)).itemsize
     jobs = _shard_jobs(runs, rows, request.row_tokens, token_bytes, folder, facts)
     todo = [job for job in jobs if not job.is_done]

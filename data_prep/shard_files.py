@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import io
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from data_prep.dataset_folder import remove, write_atomically
+from data_prep.dataset_folder import write_atomically
+from data_prep.mds_shard import write_mds_shard
 from data_prep.pack import Run, read_rows
-from data_prep.shards import INDEX_NAME, ROW_LENGTHS_NAME, ShardWriter, token_dtype
+from data_prep.shards import INDEX_NAME, ROW_LENGTHS_NAME, token_dtype
 from data_prep.unit_files import UnitCounts
 
 
@@ -66,24 +66,12 @@ def write_shard(tools: ShardTools, job: ShardJob) -> UnitCounts:
     rows = read_rows(
         job.runs, job.first_row, job.rows, tools.row_tokens, token_dtype(tools.vocab_size)
     )
-    work = job.shard.with_name(f".{job.shard.name}.tmp")
-    remove(work)
-    try:
-        writer = ShardWriter(
-            work, row_tokens=tools.row_tokens, vocab_size=tools.vocab_size, shard_bytes=None
-        )
-        for n, tokens in enumerate(rows.tokens):
-            first = n * tools.row_tokens
-            low, high = np.searchsorted(rows.begins, [first, first + tools.row_tokens])
-            inside = rows.begins[low:high] - first
-            starts = inside if len(inside) and inside[0] == 0 else np.concatenate([[0], inside])
-            writer.write(tokens, starts)
-        writer.finish()
-        (entry,) = json.loads((work / INDEX_NAME).read_bytes())["shards"]
-        os.replace(work / entry["raw_data"]["basename"], job.shard)
-    finally:
-        remove(work)
-    entry["raw_data"]["basename"] = job.shard.name
+    borders = np.searchsorted(rows.begins, np.arange(job.rows + 1) * tools.row_tokens)
+    starts = []
+    for n in range(job.rows):
+        inside = rows.begins[borders[n] : borders[n + 1]] - n * tools.row_tokens
+        starts.append(np.union1d([0], inside))
+    entry = write_mds_shard(job.shard, rows.tokens, starts)
     record = {
         "entry": entry,
         "documents": rows.firsts,

@@ -181,9 +181,8 @@ class ShardWriter:
         row_tokens: int,
         vocab_size: int,
         with_labels: bool = False,
-        shard_bytes: int | None = SHARD_BYTES,
+        shard_bytes: int = SHARD_BYTES,
     ) -> None:
-        """shard_bytes: the most in a shard; None: all rows in one."""
         from streaming import MDSWriter  # seconds: it imports torchvision and transformers
 
         self._dtype = token_dtype(vocab_size)
@@ -285,6 +284,11 @@ class Rows:
             return None
         content = _read_checked(self.dataset / self.split / ROW_LENGTHS_NAME, sha256)
         return np.load(io.BytesIO(content), allow_pickle=False)
+
+    def verify(self) -> None:
+        """Check size and hash of every shard now instead of on first use."""
+        for shard in range(len(self._shards)):
+            self._verify(shard)
 
     def problems(self) -> Iterator[str]:
         """One line for each shard that is missing or damaged; reads all of them."""

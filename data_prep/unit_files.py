@@ -138,7 +138,7 @@ class _Documents:
             "digests": np.frombuffer(b"".join(self.digests), np.uint64).reshape(-1, 2),
         }
         if signed:
-            arrays["signatures"] = np.array(self.signatures, np.uint64).reshape(-1, PERMUTATIONS)
+            arrays["signatures"] = np.array(self.signatures, np.uint32).reshape(-1, PERMUTATIONS)
         buffer = io.BytesIO()
         np.savez(buffer, **arrays)
         return buffer.getvalue()
@@ -221,7 +221,7 @@ class UnitTable:
 
     def column(self, name: str) -> np.ndarray:
         """lengths, text_bytes [n] int64; splits [n] uint8; coins [n], digests [n, 2] uint64;
-        signatures [n, PERMUTATIONS] uint64.
+        signatures [n, PERMUTATIONS] uint32.
         """
         with np.load(self.path, allow_pickle=False) as arrays:
             return arrays[name]
