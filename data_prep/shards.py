@@ -30,6 +30,7 @@ import hashlib
 import io
 import json
 import os
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -169,6 +170,16 @@ def read_tokenizer(dataset: str | Path) -> Tokenizer:
             f"{tokenizer.sha256}; expected {expected}; pack the data set again"
         )
     return tokenizer
+
+
+def pack_command(manifest: Manifest, dataset: Path, row_tokens: int) -> str:
+    """The command that makes the same data set with rows of another length."""
+    if not manifest.arguments:
+        return f"the command that made it, with rows of {row_tokens} tokens"
+    words = ["python", "-m", "data_prep", "pack", *manifest.arguments]
+    words += ["--tokenizer", str(dataset / TOKENIZER_NAME)]
+    words += ["--output", f"{dataset}-{row_tokens}", "--row-tokens", str(row_tokens)]
+    return shlex.join(words)
 
 
 class ShardWriter:

@@ -7,12 +7,13 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from data_prep.training_rows import TrainingRows
 from models.accounting import parameter_count
 from models.initialize import initialize
 from models.language_model import LanguageModel
 from pretrain import checkpoint
 from pretrain.config import STOP_FILE, RunConfig, checked_manifest, load_config
-from pretrain.data import TrainingRows, training_batches, validation_batches
+from pretrain.data import AnyRows, training_batches, training_rows, validation_batches
 from pretrain.distributed import World, choose_device
 from pretrain.engine import Engine
 from pretrain.errors import TrainingFailed
@@ -59,7 +60,7 @@ def train(config_path: Path, overrides: Sequence[str], world: World) -> int:
         return EXIT_COMPLETE
 
     # Data.
-    rows = world.agree(lambda: TrainingRows(config.data.dataset, "train", config.data.seq_len))
+    rows = world.agree(lambda: training_rows(config.data))
     validation_rows = None
     if config.validation.every_steps is not None:
         validation_rows = world.agree(
@@ -129,7 +130,7 @@ def _is_due(step: int, every_steps: int | None) -> bool:
 
 
 def _print_plan(
-    config: RunConfig, rows: TrainingRows, world: World, device: torch.device, console: Console
+    config: RunConfig, rows: AnyRows, world: World, device: torch.device, console: Console
 ) -> None:
     parameters = parameter_count(config.model)
     mixer = (
