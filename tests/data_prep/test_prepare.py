@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,12 @@ UNIT_BYTES = 20_000  # several units of the small corpus
 SHARD_BYTES = 40 * 512  # 40 rows of 256 tokens of 2 bytes
 
 
-@pytest.fixture(autouse=True)
-def small_units_and_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare_module, "UNIT_BYTES", UNIT_BYTES)
-    monkeypatch.setattr(prepare_module, "SHARD_BYTES", SHARD_BYTES)
+@pytest.fixture(autouse=True, scope="module")
+def small_units_and_shards() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare_module, "UNIT_BYTES", UNIT_BYTES)
+        patch.setattr(prepare_module, "SHARD_BYTES", SHARD_BYTES)
+        yield
 
 
 def request_for(corpus: Path, **changes: Any) -> PackRequest:
@@ -48,7 +51,10 @@ def files_of(folder: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def finished_files(
-    corpus: Path, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory
+    corpus: Path,
+    tokenizer: Tokenizer,
+    tmp_path_factory: pytest.TempPathFactory,
+    small_units_and_shards: None,
 ) -> dict[str, str]:
     """The data set of request_for(corpus), made by one undisturbed process."""
     folder = tmp_path_factory.mktemp("whole") / "dataset"
@@ -127,13 +133,17 @@ def test_a_crash_at_any_step_of_writing_leaves_no_data_set_and_loses_nothing(
     tokenizer: Tokenizer,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    finished_files: dict[str, str],
 ) -> None:
     """Every file becomes visible through os.replace: crash before the 1st, the 2nd, ... of them."""
 
     class Crash(BaseException):
         pass
 
+    monkeypatch.setattr(prepare_module, "UNIT_BYTES", 4 * UNIT_BYTES)
+    monkeypatch.setattr(prepare_module, "SHARD_BYTES", 5 * SHARD_BYTES)
+    prepare(request_for(corpus), tokenizer, tmp_path / "whole", workers=1)
+    finished_files = files_of(tmp_path / "whole")
+    assert len(list((tmp_path / "whole" / "train").glob("*.mds"))) > 1
     real = os.replace
     crashes = 0
     while True:
