@@ -192,6 +192,8 @@ def _read_jsonl(segment: Segment, reading: Reading) -> Iterator[Document | Skipp
         while segment.end is None or offset < segment.end:
             line = file.readline(LONG_BYTES)
             if not line:
+                if offset == 0:
+                    yield Skipped(segment.name, "empty")
                 return
             name = f"{segment.name}@{offset}"
             offset += len(line)
@@ -320,6 +322,9 @@ def _read_parquet(segment: Segment, reading: Reading) -> Iterator[Document | Ski
             columns = [name for name in wanted if name in table.schema_arrow.names]
             if reading.text_field not in columns:
                 yield Skipped(segment.name, f'no column "{reading.text_field}"')
+                return
+            if table.metadata.num_rows == 0:
+                yield Skipped(segment.name, "empty")
                 return
             batches = table.iter_batches(PARQUET_BATCH_ROWS, list(groups), columns)
             for batch in batches:

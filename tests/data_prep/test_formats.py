@@ -120,6 +120,7 @@ def test_parquet_that_does_not_fit_is_skipped_with_its_reason(tmp_path: Path) ->
     (tmp_path / "a.parquet").write_bytes(parquet_bytes({"body": ["a"]}))
     (tmp_path / "b.parquet").write_bytes(parquet_bytes({"text": ["ok", None, ""]}))
     (tmp_path / "c.parquet").write_bytes(b"PAR1 not really")
+    (tmp_path / "d.parquet").write_bytes(parquet_bytes({"text": []}))
     name = tmp_path.name
     assert read_all(tmp_path)[:4] == [
         Skipped(f"{name}/a.parquet", 'no column "text"'),
@@ -127,6 +128,7 @@ def test_parquet_that_does_not_fit_is_skipped_with_its_reason(tmp_path: Path) ->
         Skipped(f"{name}/b.parquet@1", 'no string field "text"'),
         Skipped(f"{name}/b.parquet@2", "empty"),
     ]
+    assert read_all(tmp_path)[5] == Skipped(f"{name}/d.parquet", "empty")
     last = read_all(tmp_path)[4]
     assert isinstance(last, Skipped)
     assert last.reason.startswith("unreadable: ")

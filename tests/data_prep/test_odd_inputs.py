@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -50,15 +51,22 @@ def test_odd_files_are_written_or_named(tmp_path: Path, tokenizer: Tokenizer) ->
         b'{"text": "last"}',
     ]
     (folder / "g-mixed.jsonl").write_bytes(b"\n".join(lines))
+    (folder / "g-zero.jsonl.gz").write_bytes(b"")
+    (folder / "g-zero.jsonl").write_bytes(b"")
     (folder / "h-filler.txt").write_text("filler words " * 20)
     manifest = pack(folder, tmp_path / "d", tokenizer)
     named = {reason: entry.examples for reason, entry in manifest.skipped.items()}
     cut = [reason for reason in named if reason.startswith("unreadable: ")]
-    assert named["empty"] == ["odd/a-empty.txt", "odd/e-nothing.txt.gz"]
+    assert named["empty"] == [
+        "odd/a-empty.txt",
+        "odd/e-nothing.txt.gz",
+        "odd/g-zero.jsonl",
+        "odd/g-zero.jsonl.gz",
+    ]
     assert named["not UTF-8"] == ["odd/b-binary.txt", "odd/g-mixed.jsonl@29"]
     assert named[cut[0]] == ["odd/f-cut.txt.gz"]
     assert named["not JSON"] == ["odd/g-mixed.jsonl@44"]
-    assert manifest.documents_in == 11
+    assert manifest.documents_in == 13
     text = text_of(tmp_path / "d")
     assert text.startswith("one\r\ntwo\r\n\tthree\r\n" + "e" + "windows\r\nline" + "last")
 
@@ -168,7 +176,7 @@ def test_two_packs_at_once_and_one_right_after_a_kill(
     first, second = start("a"), start("b")
     units = tmp_path / "a" / WORK_FOLDER / "units"
     while not list(units.glob("*.npz")) and first.poll() is None:
-        pass
+        time.sleep(0.05)
     first.kill()
     first.wait()
     again = start("a")
