@@ -257,6 +257,9 @@ _FREE = (
     "run_dir",
     "data.dataset",  # compared by content
     "data.loader_threads",
+    "data.remote",
+    "data.cache_bytes",
+    "data.damaged_shards",
     "batch.micro_batch_rows",
     "validation",
     "checkpoint",
