@@ -25,6 +25,7 @@ import torch
 from safetensors import SafetensorError
 
 from data_prep.shards import Manifest
+from data_prep.shards import read_manifest as read_dataset_manifest
 from models.checkpoint_directory import (
     CHECKPOINTS_FOLDER,
     MANIFEST_NAME,
@@ -207,13 +208,14 @@ def _facts(config: RunConfig, manifest: Manifest, world_size: int, step: int) ->
         random_state=RANDOM_RULE,
         world_size=world_size,
         zero_stage=config.parallel.zero_stage,
-        dataset=_dataset_facts(manifest),
+        dataset=_dataset_facts(config, manifest),
         config=config.model_dump(mode="json"),
     )
 
 
-def _dataset_facts(manifest: Manifest) -> dict[str, Any]:
-    """What decides the training rows, wherever the data set lies."""
+def _dataset_facts(config: RunConfig, manifest: Manifest) -> dict[str, Any]:
+    """What decides the training rows, wherever the data sets lie."""
+    mixed = [read_dataset_manifest(other.dataset) for other in config.data.mixed_with]
     return {
         "kind": manifest.kind,
         "row_tokens": manifest.row_tokens,
@@ -221,6 +223,7 @@ def _dataset_facts(manifest: Manifest) -> dict[str, Any]:
         "train_rows": manifest.splits["train"].rows,
         "train_index_sha256": manifest.splits["train"].index_sha256,
         "tokenizer_sha256": manifest.tokenizer_sha256,
+        "mixed_with_index_sha256": [other.splits["train"].index_sha256 for other in mixed] or None,
     }
 
 
@@ -286,7 +289,7 @@ def _refuse_other_run(
     old_data = facts["dataset"]
     different += [
         f"data set's {name}: checkpoint: {old_data.get(name)}, now: {value}"
-        for name, value in _dataset_facts(manifest).items()
+        for name, value in _dataset_facts(config, manifest).items()
         if old_data.get(name) != value
     ]
     different += _other_learning_rates(facts, config)
