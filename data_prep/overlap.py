@@ -14,7 +14,7 @@ from itertools import repeat
 
 import numpy as np
 
-from data_prep.formats import Document
+from data_prep.formats import Document, Skipped, Unreadable
 from data_prep.sources import UNIT_BYTES, list_files, make_units, read_documents
 
 _WORD = re.compile(r"\w+")
@@ -35,9 +35,9 @@ class EvaluationTexts:
         digest = hashlib.sha256()
         for unit in make_units(list_files(files), UNIT_BYTES):
             for document in read_documents(unit):
-                if not isinstance(document, Document):
+                text = _text(document)
+                if text is None:
                     continue
-                text = document.text
                 digest.update(text.encode())
                 found = _WORD.findall(text.lower())
                 for word in found:
@@ -63,6 +63,21 @@ class EvaluationTexts:
         self.owners = np.concatenate(owners)[first]
         self.vocabulary = vocabulary
         self.sha256 = digest.hexdigest()
+
+
+def _text(document: Document | Skipped) -> str | None:
+    """None where it is empty. A text that cannot be read would go unprotected: ValueError."""
+    if isinstance(document, Document):
+        try:
+            return document.text
+        except Unreadable as error:
+            document = Skipped(document.name, str(error))
+    if document.reason == "empty":
+        return None
+    raise ValueError(
+        f"evaluation text {document.name} cannot be looked for: got {document.reason}; expected "
+        "UTF-8 text; mend it or leave it out of --exclude-overlap"
+    )
 
 
 class Matcher:

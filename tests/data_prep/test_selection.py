@@ -259,6 +259,9 @@ def test_evaluation_texts_without_an_n_gram_are_refused(tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("a b c")
     with pytest.raises(ValueError, match="exclude-overlap has nothing to look for: got .*13 words"):
         EvaluationTexts([str(tmp_path / "short.txt")], 13)
+    (tmp_path / "binary.txt").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=r"binary.txt cannot be looked for: got not UTF-8"):
+        EvaluationTexts([str(tmp_path)], 13)
 
 
 @pytest.mark.parametrize(

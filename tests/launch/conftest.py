@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from data_prep.prepare import PackRequest, prepare
+from data_prep.prepare import prepare
+from data_prep.recipe import PackRequest, Source
 from data_prep.tokenizer import Tokenizer, train_tokenizer
 
 VOCAB_SIZE = 400
@@ -24,8 +25,10 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / f"{name}.txt").write_text(texts[name], encoding="utf-8")
     (folder / "t.model").write_bytes(train_tokenizer(texts.values(), VOCAB_SIZE))
     request = PackRequest(
-        inputs=tuple(str(folder / f"{name}.txt") for name in ("heapq", "stat", "types")),
-        validation_inputs=(str(folder / "bisect.txt"),),
+        sources=(
+            Source(inputs=tuple(str(folder / f"{n}.txt") for n in ("heapq", "stat", "types"))),
+            Source(inputs=(str(folder / "bisect.txt"),), split="validation"),
+        ),
         row_tokens=32,
     )
     prepare(request, Tokenizer.load(folder / "t.model"), folder / "set", workers=1)
