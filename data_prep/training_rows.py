@@ -63,6 +63,7 @@ class TrainingRows:
         self._damaged = damaged
         self._report = report
         self._told: set[str] = set()
+        self._shard_ends = tuple((self.rows.shard_ends * self.pieces).tolist())
         _check_shuffle(self.rows, shuffle_shards)
 
     def __len__(self) -> int:
@@ -88,8 +89,7 @@ class TrainingRows:
         """[len] int64: a permutation of all rows."""
         if self._shuffle_shards is None:
             return _permutation(len(self), seed, epoch)
-        ends = tuple((self.rows.shard_ends * self.pieces).tolist())
-        return _window_permutation(ends, self._shuffle_shards, seed, epoch)
+        return _window_permutation(self._shard_ends, self._shuffle_shards, seed, epoch)
 
 
 class MixedRows:
@@ -113,6 +113,7 @@ class MixedRows:
         self.counts = np.floor(exact).astype(np.int64)
         missing = len(self) - int(self.counts.sum())
         self.counts[np.argsort(self.counts - exact, kind="stable")[:missing]] += 1
+        self._orders: dict[tuple[int, int], np.ndarray] = {}
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -123,6 +124,15 @@ class MixedRows:
 
     def epoch_order(self, seed: int, epoch: int) -> np.ndarray:
         """[len] int64 row numbers; a row may come several times, or not at all in an epoch."""
+        order = self._orders.get((seed, epoch))
+        if order is None:
+            # An update touches two epochs at most; loader threads may be one ahead.
+            for old in list(self._orders)[:-2]:
+                self._orders.pop(old, None)
+            order = self._orders[seed, epoch] = self._mix(seed, epoch)
+        return order
+
+    def _mix(self, seed: int, epoch: int) -> np.ndarray:
         rng = np.random.default_rng([seed, epoch, len(self.parts)])
         labels = rng.permutation(np.repeat(np.arange(len(self.parts)), self.counts))
         order = np.empty(len(self), np.int64)

@@ -127,6 +127,10 @@ def test_mixed_rows_come_in_the_proportion_of_their_weights(
         share = np.sum(order < len(a)) / 144
         assert abs(share - weights[0] / sum(weights)) < 1 / 144
         used.update(order.tolist())
+    again = MixedRows([(a, weights[0]), (b, weights[1])])
+    np.testing.assert_array_equal(again.epoch_order(5, 7), mixed.epoch_order(5, 7))
+    assert mixed.epoch_order(5, 7) is mixed.epoch_order(5, 7)  # not made anew for every row
+    assert len(mixed._orders) <= 3
     for part in (range(len(a)), range(len(a), len(mixed))):
         counts = [used[row] for row in part]
         assert max(counts) - min(counts) <= 1  # each row as often as its neighbours
