@@ -11,33 +11,22 @@ longer than LONG_BYTES comes in parts, so that memory does not grow with it.
 
 from __future__ import annotations
 
-import bz2
 import codecs
-import gzip
-import io
 import json
-import lzma
 import os
 import shutil
 import tempfile
-import zlib
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import IO, Any, Literal
 
-import fsspec
-import zstandard
-
+from data_prep.compression import BLOCK_BYTES, UNREADABLE, is_compressed, open_binary
 from data_prep.long_json import LongObject
 
 Kind = Literal["text", "jsonl", "parquet", "huggingface"]
 LONG_BYTES = 8 << 20
-BLOCK_BYTES = 1 << 20
 PARQUET_BATCH_ROWS = 64
-ZSTD_INPUT_BYTES = 8 << 10  # a block of it, unpacked, is at most some 100 MB
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
-UNREADABLE = (OSError, EOFError, lzma.LZMAError, zlib.error, zstandard.ZstdError)
 
 
 @dataclass
@@ -98,35 +87,10 @@ class Reading:
 
 def kind_of(path: str) -> Kind:
     """By the suffix, that of a compression apart."""
-    stem, suffix = os.path.splitext(path)
-    stem = stem if suffix in OPENERS else path
+    stem = os.path.splitext(path)[0] if is_compressed(path) else path
     if stem.endswith(JSONL_SUFFIXES):
         return "jsonl"
     return "parquet" if stem.endswith(".parquet") else "text"
-
-
-def is_compressed(path: str) -> bool:
-    """Whether only the whole of the file can be read."""
-    return os.path.splitext(path)[1] in OPENERS
-
-
-def is_remote(path: str) -> bool:
-    """Whether fsspec reads it."""
-    return "://" in path
-
-
-@contextmanager
-def open_binary(path: str) -> Iterator[IO[bytes]]:
-    """The decompressed content. Raises one of UNREADABLE, now or later."""
-    if not is_remote(path) and not os.path.isfile(path):  # a named pipe would block for ever
-        raise FileNotFoundError("no such regular file")
-    with fsspec.open(path, "rb") if is_remote(path) else open(path, "rb") as raw:
-        opener = OPENERS.get(os.path.splitext(path)[1])
-        if opener is None:
-            yield raw
-            return
-        with opener(raw) as file:
-            yield file
 
 
 def read_segment(segment: Segment, reading: Reading) -> Iterator[Document | Skipped]:
@@ -376,52 +340,3 @@ def _one_line(name: str) -> str:
 def _brief(error: BaseException) -> str:
     text = getattr(error, "strerror", None) or str(error) or type(error).__name__
     return " ".join(text.split())
-
-
-class _ZstdReader(io.RawIOBase):
-    """Decompressed frames one after the other. zstandard's own stream takes a cut-off file for a
-    complete one; here it is an EOFError.
-    """
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self._frame = zstandard.ZstdDecompressor().decompressobj()
-        self._begun = False
-        self._input = b""
-        self._output = memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._output:
-            self._input = self._input or self._file.read(ZSTD_INPUT_BYTES)
-            if not self._input:
-                if self._begun:
-                    raise EOFError("the compressed file ends before its end")
-                return 0
-            if self._frame.eof:
-                self._frame = zstandard.ZstdDecompressor().decompressobj()
-            self._output = memoryview(self._frame.decompress(self._input))
-            self._input = self._frame.unused_data
-            self._begun = not self._frame.eof
-        count = min(len(buffer), len(self._output))
-        buffer[:count] = self._output[:count]
-        self._output = self._output[count:]
-        return count
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
-
-
-def _open_zstd(file: IO[bytes]) -> IO[bytes]:
-    return io.BufferedReader(_ZstdReader(file), BLOCK_BYTES)
-
-
-OPENERS: dict[str, Callable[[Any], Any]] = {
-    ".gz": lambda file: gzip.GzipFile(fileobj=file),
-    ".zst": _open_zstd,
-    ".xz": lzma.LZMAFile,
-    ".bz2": bz2.BZ2File,
-}

@@ -33,14 +33,12 @@ from typing import Any
 import fsspec
 
 from data_prep import huggingface
+from data_prep.compression import UNREADABLE, is_compressed, is_remote
 from data_prep.formats import (
-    UNREADABLE,
     Document,
     Reading,
     Segment,
     Skipped,
-    is_compressed,
-    is_remote,
     kind_of,
     parquet_groups,
     read_segment,
