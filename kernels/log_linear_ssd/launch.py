@@ -1,0 +1,155 @@
+"""How the Triton kernels are launched: sizes that follow from shapes, and one table by GPU.
+
+The table is committed so that a first call compiles one variant of each kernel and tunes nothing.
+`python -m kernels tune --op ssd` measures the alternatives and prints a table to put here.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+PROGRAMS_WANTED = 264
+"""Programs that fill the largest GPU twice; with fewer, a program takes fewer heads."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How one kernel is launched: warps, pipeline stages of its loop, loads by TMA descriptors
+    (Hopper and later), heads of a group that one program walks at most."""
+
+    warps: int = 4
+    stages: int = 1
+    tma: bool = False
+    heads: int = 1
+    loop_stages: int | None = None
+
+    @property
+    def compiler(self) -> dict[str, int]:
+        """Options of Triton's compiler. num_stages is the pipelining of loops without their own."""
+        return {"num_warps": self.warps, "num_stages": self.loop_stages or 3}
+
+
+# Measured on an H200 at B=2, T=16384, H=48, K=128, V=64 in bf16; docs/benchmarks.md.
+HOPPER: Mapping[str, Way] = {
+    "prepare": Way(),
+    "leaf": Way(stages=3, tma=True),
+    "up": Way(),
+    "out": Way(stages=3, heads=12),
+    "inside": Way(loop_stages=3, tma=True, heads=48),
+    "across": Way(loop_stages=3, tma=True, heads=48),
+    "query": Way(stages=4, tma=True, heads=48),
+    "node": Way(stages=3, tma=True),
+    "split": Way(),
+    "down": Way(),
+    "key_value": Way(loop_stages=2, tma=True, heads=48),
+    "key_query": Way(),
+    "gates": Way(),
+    "transit": Way(),
+}
+# Any other GPU, fp32 and large states: little shared memory, no descriptors.
+CAREFUL: Mapping[str, Way] = {
+    name: Way(warps=way.warps, stages=1, loop_stages=1, heads=way.heads)
+    for name, way in HOPPER.items()
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of one call. KP: K padded to a power of two; BV: columns of V in one tile."""
+
+    G: int
+    H: int
+    K: int
+    KP: int
+    V: int
+    BV: int
+    L: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    @lru_cache(maxsize=256)
+    def _make(
+        G: int, H: int, K: int, V: int, L: int, dtype: torch.dtype, device: torch.device
+    ) -> "Shape":
+        KP = 1 << (K - 1).bit_length()
+        return Shape(G, H, K, KP, V, min(64, V & -V), L, dtype, device)
+
+    @staticmethod
+    def of(q: Tensor, v: Tensor, level_weights: Tensor) -> "Shape":
+        """From q [B, T, G, K], v [B, T, H, V] and level_weights [B, T, H, L]."""
+        H, V = v.shape[2:]
+        return Shape._make(q.shape[2], H, q.shape[3], V, level_weights.shape[3], v.dtype, v.device)
+
+    @property
+    def NL(self) -> int:
+        """Rows of read_weights: level 7, then one for each chunk level that L allows."""
+        return max(1, self.L - 7)
+
+    @property
+    def dot(self) -> tl.dtype:
+        """Operands of the products. fp16 runs in fp32: a node's sum may exceed fp16's range."""
+        return tl.bfloat16 if self.dtype == torch.bfloat16 else tl.float32
+
+    @property
+    def precision(self) -> str:
+        """tf32 keeps every bit of an fp16 input; fp32 inputs are multiplied as they are."""
+        return "tf32" if self.dtype == torch.float16 else "ieee"
+
+    @property
+    def compact_dtype(self) -> torch.dtype:
+        """Weights inside a chunk: fp16 has three bits more than bf16, and they are small."""
+        return torch.float16 if self.dtype == torch.bfloat16 else torch.float32
+
+    @property
+    def node_dtype(self) -> torch.dtype:
+        """Nodes and their gradients in memory."""
+        return torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float32
+
+    @property
+    def value_tiles(self) -> int:
+        """Tiles of V."""
+        return self.V // self.BV
+
+    @property
+    def node_block(self) -> int:
+        """Elements of a node that one program of an elementwise kernel takes."""
+        size = self.KP * self.V
+        return min(2048, size & -size)
+
+    @property
+    def node_tiles(self) -> int:
+        """Programs for a node."""
+        return self.KP * self.V // self.node_block
+
+    @cached_property
+    def launch(self) -> Mapping[str, Way]:
+        """The row of the table for this GPU and these sizes."""
+        if self.dtype != torch.bfloat16 or self.KP > 128 or self.device.type != "cuda":
+            return CAREFUL
+        major, _ = torch.cuda.get_device_capability(self.device)
+        return HOPPER if major >= 9 else CAREFUL
+
+    def heads_per_program(self, wanted: int, programs: int) -> int:
+        """Heads of a group that one program walks: a divisor of H / G, at most `wanted`, and
+        fewer where `programs` programs a group would not fill the GPU."""
+        in_group = self.H // self.G
+        divisors = [d for d in range(1, min(wanted, in_group) + 1) if in_group % d == 0]
+        filling = [d for d in divisors if programs * self.H // d >= PROGRAMS_WANTED]
+        return max(filling) if filling else min(d for d in divisors if d >= min(3, divisors[-1]))
+
+
+def descriptor(x: Tensor, columns: int, block: tuple[int, int]) -> Any:
+    """A TMA descriptor of x seen as rows of `columns`: loads of `block`, zero outside."""
+    return TensorDescriptor.from_tensor(x.view(-1, columns), list(block))
+
+
+def scratch(device: torch.device, *sizes: int) -> tuple[Tensor, ...]:
+    """Flat fp32 buffers from one allocation: a dozen of them would cost more than some kernels."""
+    return torch.empty(sum(sizes), device=device, dtype=torch.float32).split(sizes)
