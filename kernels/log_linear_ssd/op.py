@@ -51,21 +51,45 @@ def log_linear_ssd(
         ValueError: a shape, dtype, device, cu_seqlens or backend does not fit; too few levels.
     """
     check_sequence(q, k, v, {"log_decay": log_decay}, level_weights)
+    obstacle = _triton_obstacle(q, k, v)
+    chosen = choose_backend(backend, v.device, "log_linear_ssd", obstacle)
+    inputs = (q, k, v, log_decay, level_weights)
+    if chosen == "triton" and initial_state is None and not return_final_state:
+        from kernels.log_linear_ssd.triton_op import log_linear_ssd_triton
+
+        return log_linear_ssd_triton(*inputs, cu_seqlens), None
     lengths = document_lengths(q.shape[0], q.shape[1], cu_seqlens)
     check_levels(level_weights, lengths, initial_state, q.shape[3], v.shape[3])
-    inputs = (q, k, v, log_decay, level_weights)
     # Autocast would cast the products inside to bf16; the operator promises fp32.
     final_state: FenwickState | None
     with torch.autocast(v.device.type, enabled=False):
-        if choose_backend(backend, v.device, "log_linear_ssd") == "reference":
+        if chosen == "reference":
             o, final_state = run_by_document(
                 log_linear_ssd_recurrence, inputs, lengths, initial_state
+            )
+        elif chosen == "triton":
+            from kernels.log_linear_ssd.triton_states import log_linear_ssd_with_states
+
+            o, final_state = log_linear_ssd_with_states(
+                *inputs, lengths, initial_state, return_final_state
             )
         else:
             o, final_state = log_linear_ssd_chunked(
                 *inputs, lengths, initial_state, return_final_state
             )
     return o.to(v.dtype), final_state if return_final_state else None
+
+
+def _triton_obstacle(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Why the Triton kernels cannot take these inputs, or None."""
+    K, V = q.shape[3], v.shape[3]
+    if K % 16 or K > 256:
+        return f"its Triton kernels need K a multiple of 16 up to 256: got {K}"
+    if V % 16 or V > 256:
+        return f"its Triton kernels need V a multiple of 16 up to 256: got {V}"
+    if not q.dtype == k.dtype == v.dtype or v.dtype == torch.float64:
+        return f"its Triton kernels need one of bf16, fp16, fp32: got {q.dtype, k.dtype, v.dtype}"
+    return None
 
 
 def log_linear_ssd_step(

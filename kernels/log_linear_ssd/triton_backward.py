@@ -276,10 +276,11 @@ def backward(
     dcompact, dread_weights, dg_inside, dg_across, leaving = scratch(
         q.device, 16 * per_slot, s.NL * per_slot, per_slot, per_slot, per_slot
     )  # [H, slots, 16], [H, NL, slots], [H, slots] three times
+    # [parts, chunks, 2, 64, 64], [parts, chunks, 64, 64], [parts, slots, KP] twice, ...
     dscores_inside, dscores_across, dq_parts, dk_parts, read_mass, merged = scratch(
         q.device, parts * chunks * 2 * 64 * 64, parts * chunks * 64 * 64, parts * slots * s.KP,
         parts * slots * s.KP, s.H * s.NL * chunks * 2, s.H * chunks * s.node_tiles,
-    )  # [parts, chunks, 2, 64, 64], [parts, chunks, 64, 64], [parts, slots, KP] twice, ...  # fmt: skip
+    )  # fmt: skip
     inside_kernel[(parts * NC * 2,)](
         q, k, v_tiles, do_tiles, plan.chunks, kept.compact, kept.to_block_end, dcompact,
         dg_inside, dscores_inside, chunks, s.H, s.G, HG,

@@ -296,7 +296,7 @@ def forward(
         BK=BK, GROUP=GROUP, TMA_K=tma_k, TMA_V=way.tma, STAGES=way.stages,
         **dims, **dots, **way.compiler,
     )  # fmt: skip
-    if NC > GROUP:
+    if NG > 1:
         up_kernel[(s.node_tiles, NG, s.H)](
             states, kept.group_total, plan.groups, kept.nodes, kept.node_total, chunks, groups,
             SIZE=s.KP * s.V, BLOCK=s.node_block, **launch["up"].compiler,

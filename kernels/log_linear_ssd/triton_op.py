@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.checks import document_lengths
+from kernels.checks import check_level_count, document_lengths
 from kernels.log_linear_ssd.triton_backward import backward
 from kernels.log_linear_ssd.triton_forward import Kept, empty_kept, forward
 from kernels.tree_plan import CHUNK, Room, TreePlan, tree_plan
@@ -35,12 +35,16 @@ def log_linear_ssd_triton(
         first_positions: [N] int64 on the CPU, multiples of 128: where each document's first token
             lies in its document; None for zero.
     """
-    inputs = [_ready(x) for x in (q, k, v, log_decay.float(), level_weights)]
+    q, k, v, level_weights = (_ready(x) for x in (q, k, v, level_weights))
+    g = _ready(log_decay.float())
     if torch.compiler.is_compiling():
-        return torch.ops.fenwick.log_linear_ssd(*inputs, cu_seqlens, first_positions)[0]
-    plan = _plan(v, cu_seqlens, first_positions)
+        outputs = torch.ops.fenwick.log_linear_ssd(
+            q, k, v, g, level_weights, cu_seqlens, first_positions
+        )
+        return outputs[0]
+    plan = _plan(level_weights, cu_seqlens, first_positions)
     room = Room.for_rows(v.shape[0], v.shape[1], cu_seqlens)
-    return _Eager.apply(*inputs, plan, room)  # type: ignore[no-untyped-call]
+    return _Eager.apply(q, k, v, g, level_weights, plan, room)
 
 
 def _ready(x: Tensor) -> Tensor:
@@ -51,13 +55,15 @@ def _ready(x: Tensor) -> Tensor:
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
-def _plan(v: Tensor, cu_seqlens: Tensor | None, first_positions: Tensor | None) -> TreePlan:
-    lengths = document_lengths(v.shape[0], v.shape[1], cu_seqlens)
-    if first_positions is None:
-        first = (0,) * len(lengths)
-    else:
-        first = tuple(position // CHUNK for position in first_positions.tolist())
-    return tree_plan(lengths, first, v.device)
+def _plan(
+    level_weights: Tensor, cu_seqlens: Tensor | None, first_positions: Tensor | None
+) -> TreePlan:
+    """ValueError where cu_seqlens or the number of levels does not fit."""
+    B, T = level_weights.shape[:2]
+    lengths = document_lengths(B, T, cu_seqlens)
+    first = (0,) * len(lengths) if first_positions is None else tuple(first_positions.tolist())
+    check_level_count(level_weights, lengths, first)
+    return tree_plan(lengths, tuple(p // CHUNK for p in first), level_weights.device)
 
 
 class _Eager(torch.autograd.Function):
@@ -65,16 +71,16 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
-        *inputs, plan, room = args
-        o, kept = forward(*inputs, plan, room)
-        ctx.save_for_backward(*inputs, *kept)
-        ctx.plan, ctx.room = plan, room
+        o, kept = forward(*args)
+        ctx.save_for_backward(*args[:5], *kept)
+        ctx.plan, ctx.room = args[5:]
         return o
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        inputs, kept = ctx.saved_tensors[:5], Kept(*ctx.saved_tensors[5:])
-        gradients = backward(*inputs, _ready(grads[0]), kept, ctx.plan, ctx.room)
+        q, k, v, g, level_weights, *kept = ctx.saved_tensors
+        do = _ready(grads[0])
+        gradients = backward(q, k, v, g, level_weights, do, Kept(*kept), ctx.plan, ctx.room)
         return (*gradients, None, None)
 
 
@@ -89,7 +95,7 @@ def _forward(
     first_positions: Tensor | None,
 ) -> list[Tensor]:
     room = Room.for_rows(v.shape[0], v.shape[1], cu_seqlens)
-    plan = _plan(v, cu_seqlens, first_positions)
+    plan = _plan(level_weights, cu_seqlens, first_positions)
     o, kept = forward(q, k, v, log_decay, level_weights, plan, room)
     return [o, *kept]
 
@@ -121,7 +127,7 @@ def _backward(
     first_positions: Tensor | None,
 ) -> list[Tensor]:
     room = Room.for_rows(v.shape[0], v.shape[1], cu_seqlens)
-    plan = _plan(v, cu_seqlens, first_positions)
+    plan = _plan(level_weights, cu_seqlens, first_positions)
     gradients = backward(q, k, v, log_decay, level_weights, do, Kept(*kept), plan, room)
     return list(gradients)
 
