@@ -39,6 +39,7 @@ def choose_backend(
     return backend
 
 
+@torch.compiler.assume_constant_result
 def triton_interprets() -> bool:
     """Whether Triton runs its kernels on the CPU, in Python (TRITON_INTERPRET=1 at its import)."""
     try:

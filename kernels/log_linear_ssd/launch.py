@@ -4,7 +4,6 @@ The table is committed so that a first call compiles one variant of each kernel 
 `python -m kernels tune --op ssd` measures the alternatives and prints a table to put here.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -36,7 +35,7 @@ class Way:
 
 
 # Measured on an H200 at B=2, T=16384, H=48, K=128, V=64 in bf16; docs/benchmarks.md.
-HOPPER: Mapping[str, Way] = {
+HOPPER: dict[str, Way] = {
     "prepare": Way(),
     "leaf": Way(stages=3, tma=True),
     "up": Way(),
@@ -50,10 +49,9 @@ HOPPER: Mapping[str, Way] = {
     "key_value": Way(loop_stages=2, tma=True, heads=48),
     "key_query": Way(),
     "gates": Way(),
-    "transit": Way(),
 }
 # Any other GPU, fp32 and large states: little shared memory, no descriptors.
-CAREFUL: Mapping[str, Way] = {
+CAREFUL: dict[str, Way] = {
     name: Way(warps=way.warps, stages=1, loop_stages=1, heads=way.heads)
     for name, way in HOPPER.items()
 }
@@ -129,7 +127,7 @@ class Shape:
         return self.KP * self.V // self.node_block
 
     @cached_property
-    def launch(self) -> Mapping[str, Way]:
+    def launch(self) -> dict[str, Way]:
         """The row of the table for this GPU and these sizes."""
         if self.dtype != torch.bfloat16 or self.KP > 128 or self.device.type != "cuda":
             return CAREFUL

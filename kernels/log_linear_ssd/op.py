@@ -8,7 +8,7 @@ from kernels.dispatch import Backend, choose_backend
 from kernels.documents import run_by_document
 from kernels.log_linear_ssd.chunked import log_linear_ssd_chunked
 from kernels.log_linear_ssd.reference import log_linear_ssd_recurrence
-from kernels.state import FenwickState, live_part, with_live_part
+from kernels.state import FenwickState, LazyFenwickState, live_part, with_live_part
 
 
 def log_linear_ssd(
@@ -120,3 +120,33 @@ def log_linear_ssd_step(
     with torch.autocast(v.device.type, enabled=False):
         o, live = log_linear_ssd_recurrence(q, k, v, log_decay, live_weights, live)
     return o[:, 0].to(v.dtype), with_live_part(state, live)
+
+
+def log_linear_ssd_step_in_place(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    level_weights: Tensor,
+    state: LazyFenwickState,
+) -> Tensor:
+    """`log_linear_ssd_step` that changes `state` and returns o alone: one Triton kernel that moves
+    the live levels once. It asks the device nothing, so a CUDA graph can hold it; that the levels
+    suffice for the position is its caller's to know. No gradients.
+
+    Args:
+        q, k: [B, G, K];  v: [B, H, V];  log_decay: [B, H];  level_weights: [B, H, L], L <= 32.
+        state: levels [B, H, L, K, V].
+
+    Raises:
+        ValueError: a shape does not fit, or the kernels cannot take these sizes or this device.
+    """
+    rows = q[:, None], k[:, None], v[:, None]
+    check_sequence(*rows, {"log_decay": log_decay[:, None]}, level_weights[:, None])
+    choose_backend("triton", v.device, "log_linear_ssd", _triton_obstacle(*rows))
+    B, H, L = level_weights.shape
+    FenwickState(state.levels, state.position).check(B, H, L, q.shape[2], v.shape[2])
+    from kernels.log_linear_ssd.triton_step import log_linear_ssd_step_triton
+
+    with torch.no_grad():
+        return log_linear_ssd_step_triton(q, k, v, log_decay, level_weights, state)

@@ -7,11 +7,17 @@ import torch
 import torch.nn.functional as F
 
 from kernels.levels import num_levels
-from kernels.log_linear_ssd import log_linear_ssd
-from kernels.state import FenwickState
+from kernels.log_linear_ssd import (
+    log_linear_ssd,
+    log_linear_ssd_step,
+    log_linear_ssd_step_in_place,
+)
+from kernels.state import FenwickState, LazyFenwickState
 
 if torch.cuda.is_available():
-    pytest.skip("the interpreter's tests; with a GPU the kernels are compiled", allow_module_level=True)
+    pytest.skip(
+        "the interpreter's tests; with a GPU the kernels are compiled", allow_module_level=True
+    )
 
 NAMES = ["o", "dq", "dk", "dv", "dlog_decay", "dlevel_weights"]
 GUARD = 64
@@ -161,9 +167,7 @@ def test_goes_on_from_a_state_and_leaves_one(position):
             torch.randn(x.shape, generator=torch.Generator().manual_seed(i)).to(dtype)
             for i, x in enumerate((o, final.levels))
         ]
-        gradients = torch.autograd.grad(
-            [o, final.levels], leaves, tangents, materialize_grads=True
-        )
+        gradients = torch.autograd.grad([o, final.levels], leaves, tangents, materialize_grads=True)
         assert final.position.tolist() == [position + n for n in lengths]
         results.append([o.detach(), final.levels.detach(), *gradients])
     for a, e in zip(*results, strict=True):
@@ -210,3 +214,26 @@ def test_what_the_kernels_cannot_take_is_refused_in_one_line():
     ]:
         with pytest.raises(ValueError, match=message):
             log_linear_ssd(*inputs, backend="triton")
+
+
+def test_step_in_place_equals_the_step_at_every_carry():
+    B, T, L = 3, 37, 9
+    inputs = make_inputs(B, T, G=2, H=4, K=48, V=32, L=L)
+    state = FenwickState.empty(B, 4, L, 48, 32)
+    state = FenwickState(state.levels, torch.tensor([0, 0, 0]))
+    # Rows at different positions: 0, 5 and 31.
+    for row, count in enumerate([0, 5, 31]):
+        for t in range(count):
+            one = FenwickState(state.levels[row : row + 1], state.position[row : row + 1])
+            tokens = [x[row : row + 1, t] for x in inputs]
+            _, one = log_linear_ssd_step(*tokens, one)
+            state.levels[row], state.position[row] = one.levels[0], one.position[0]
+    lazy = LazyFenwickState.of(state)
+    for t in range(T):
+        tokens = [x[:, t] for x in inputs]
+        expected, state = log_linear_ssd_step(*tokens, state)
+        o = log_linear_ssd_step_in_place(*tokens, lazy)
+        torch.testing.assert_close(o, expected, rtol=1e-5, atol=1e-6)
+    settled = lazy.settled()
+    assert settled.position.tolist() == state.position.tolist() == [37, 42, 68]
+    torch.testing.assert_close(settled.levels, state.levels, rtol=1e-5, atol=1e-6)
