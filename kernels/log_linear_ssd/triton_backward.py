@@ -170,9 +170,6 @@ def key_value_kernel(
         a = tl.trans(tl.load(compact + own[:, None] * 16 + c16[None, :]))
         block_end = tl.load(to_block_end + own)
         chunk_end = tl.load(to_chunk_end + own)
-        if UPPER == 0:
-            half_end = tl.load(to_half_end + own)
-            weight = tl.load(read_weights + h * NL * NS + n * C + 64 + r)
         mass = tl.zeros((64,), tl.float32)
         for vt in tl.static_range(V // BV):
             do = load_values(do_, row, ok, h, vt, H, 64, V, BV, DOT, TMA)
@@ -191,6 +188,8 @@ def key_value_kernel(
             dv = tl.dot(weigh(scores, weights), do, dv, input_precision=IP)
             if UPPER == 0:
                 do = load_values(do_, token + 64, upper_ok, h, vt, H, 64, V, BV, DOT, TMA)
+                half_end = tl.load(to_half_end + own)
+                weight = tl.load(read_weights + h * NL * NS + n * C + 64 + r)
                 weights = half_end[:, None] * weight[None, :]
                 dv = tl.dot(weigh(upper_scores, weights), do, dv, input_precision=IP)
             to = dv_ + ((row + r) * H + h)[:, None] * V + vt * BV + tl.arange(0, BV)[None, :]

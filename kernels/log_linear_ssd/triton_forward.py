@@ -234,10 +234,7 @@ def out_kernel(
         v = load_values(v_, row, ok, h, vt, H, 64, V, BV, DOT, TMA_V)
         a = tl.load(compact + own[:, None] * 16 + c16[None, :])
         block_end = tl.load(to_block_end + own)
-        lower_v = load_values(v_, token, lower_ok, h, vt, H, 64, V, BV, DOT, TMA_V)
-        half_end = tl.load(to_half_end + slot + r)
         weights_at = h * NL * NS + n * C + upper * 64 + r
-        level_7 = tl.load(read_weights + weights_at)
         e = c
         nearer = 0.0
         o = tl.zeros((64, BV), tl.float32)
@@ -256,9 +253,12 @@ def out_kernel(
             tl.dot(a, far, input_precision=IP) * block_end[None, :],
         )
         o = tl.dot(weigh(scores, weights), v, o, input_precision=IP)
-        weights = half_end[None, :] + tl.zeros((64, 64), tl.float32)
-        across = tl.dot(weigh(lower_scores, weights), lower_v, input_precision=IP)
-        o += tl.where(upper == 1, across * level_7[:, None], 0.0)
+        if upper == 1:
+            lower_v = load_values(v_, token, lower_ok, h, vt, H, 64, V, BV, DOT, TMA_V)
+            half_end = tl.load(to_half_end + slot + r)
+            weights = half_end[None, :] + tl.zeros((64, 64), tl.float32)
+            across = tl.dot(weigh(lower_scores, weights), lower_v, input_precision=IP)
+            o += across * tl.load(read_weights + weights_at)[:, None]
         to = o_ + ((row + r) * H + h)[:, None] * V + vt * BV + tl.arange(0, BV)[None, :]
         tl.store(to, o.to(o_.dtype.element_ty), mask=ok[:, None])
 

@@ -47,7 +47,9 @@ def gates_kernel(
     out = tl.where(levels == 7, (dweight * decay_over(total - middle))[:, None], out)
     decay = decay_over(total)
     entering = tl.zeros((C,), tl.float32)
-    passing = 0.0  # mass of the pairs that begin before the chunk and end after it
+    # Mass of the pairs that begin before the chunk and end after it, summed at the end.
+    passing = tl.zeros((128,), tl.float32)
+    carried = tl.zeros((TILES,), tl.float32)
     last = tl.load(chunks + n * 6 + 5)
     x128 = tl.arange(0, 128)
     for j in range(NL - 1):
@@ -62,10 +64,10 @@ def gates_kernel(
             stop = 2 * tl.minimum(e + (1 << j), last + 1)
             masses = read_mass + ((h * NL + j) * NC.to(tl.int64) + n - c) * 2
             for y in range(2 * c + 2, stop, 128):
-                passing += tl.sum(tl.load(masses + y + x128, mask=y + x128 < stop, other=0.0), 0)
-            if e + (1 << j) <= last:
-                for tile in tl.static_range(TILES):
-                    passing += tl.load(merged + (h * NC.to(tl.int64) + n - c + e) * TILES + tile)
+                passing += tl.load(masses + y + x128, mask=y + x128 < stop, other=0.0)
+            merge = (h * NC.to(tl.int64) + n - c + e) * TILES + tl.arange(0, TILES)
+            read_later = (e + (1 << j) <= last) & (tl.arange(0, TILES) >= 0)
+            carried += tl.load(merged + merge, mask=read_later, other=0.0)
     to = dlevel_weights + at[:, None] * L + levels
     tl.store(to, out.to(dlevel_weights.dtype.element_ty), mask=ok[:, None] & (levels < L))
 
@@ -74,4 +76,5 @@ def gates_kernel(
     mass += tl.load(dg_across + slot, mask=ok, other=0.0)
     sent = tl.load(leaving + slot, mask=ok, other=0.0)
     from_here = tl.sum(mass, 0) - tl.cumsum(mass, 0) + mass
-    tl.store(dg + at, from_here + tl.cumsum(sent, 0) - sent + passing, mask=ok)
+    passed = tl.sum(passing, 0) + tl.sum(carried, 0)
+    tl.store(dg + at, from_here + tl.cumsum(sent, 0) - sent + passed, mask=ok)
