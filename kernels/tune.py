@@ -25,7 +25,7 @@ def tune_ssd(sizes: Sizes, console: Console) -> dict[str, Way]:
     """The best table found for log-linear SSD at `sizes`."""
     case = fenwick("ssd", sizes)
     q, _, v, _, level_weights = case.inputs
-    table = Shape.of(q, v, level_weights).launch
+    table = Shape.of(q, v, level_weights).table
     tangent = torch.randn_like(v)
     expected = _outputs(case, tangent)
     best_ms = time_ms(lambda: _outputs(case, tangent), sizes.device)

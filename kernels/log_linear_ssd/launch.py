@@ -4,7 +4,7 @@ The table is committed so that a first call compiles one variant of each kernel 
 `python -m kernels tune --op ssd` measures the alternatives and prints a table to put here.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -57,9 +57,12 @@ CAREFUL: dict[str, Way] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Shape:
-    """Sizes of one call. KP: K padded to a power of two; BV: columns of V in one tile."""
+    """Sizes and dtypes of one call. KP: K padded to a power of two; BV: columns of a tile of V.
+
+    There is one object for each set of sizes, which keeps the kernels compiled for it.
+    """
 
     G: int
     H: int
@@ -70,20 +73,30 @@ class Shape:
     L: int
     dtype: torch.dtype
     device: torch.device
-
-    @staticmethod
-    @lru_cache(maxsize=256)
-    def _make(
-        G: int, H: int, K: int, V: int, L: int, dtype: torch.dtype, device: torch.device
-    ) -> "Shape":
-        KP = 1 << (K - 1).bit_length()
-        return Shape(G, H, K, KP, V, min(64, V & -V), L, dtype, device)
+    compiled: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
     @staticmethod
     def of(q: Tensor, v: Tensor, level_weights: Tensor) -> "Shape":
         """From q [B, T, G, K], v [B, T, H, V] and level_weights [B, T, H, L]."""
+        G, K = q.shape[2:]
         H, V = v.shape[2:]
-        return Shape._make(q.shape[2], H, q.shape[3], V, level_weights.shape[3], v.dtype, v.device)
+        L, weights_dtype = level_weights.shape[3], level_weights.dtype
+        return _shape(G, H, K, V, L, v.dtype, weights_dtype, v.device)
+
+    def launch(self, kernel: Any, grid: tuple[int, int, int], *args: Any, **constants: Any) -> None:
+        """kernel[grid](*args, **constants) with the table's options.
+
+        Triton decides at every call which compiled variant fits its arguments; that costs more
+        than a small kernel runs. Here sizes, dtypes and the alignment of every buffer are fixed by
+        this object, so after the first call the variant is known.
+        """
+        way = self.table[kernel.__name__.removesuffix("_kernel")]
+        key = (kernel, way, *constants.values())
+        compiled = self.compiled.get(key)
+        if compiled is None:
+            self.compiled[key] = kernel[grid](*args, **constants, **way.compiler)
+        else:
+            compiled[grid](*args, *constants.values())
 
     @property
     def NL(self) -> int:
@@ -128,8 +141,8 @@ class Shape:
         return self.KP * self.V // self.node_block
 
     @cached_property
-    def launch(self) -> dict[str, Way]:
-        """The row of the table for this GPU and these sizes."""
+    def table(self) -> dict[str, Way]:
+        """The table for this GPU and these sizes."""
         if self.dtype != torch.bfloat16 or self.KP > 128 or self.device.type != "cuda":
             return CAREFUL
         major, _ = torch.cuda.get_device_capability(self.device)
@@ -144,11 +157,37 @@ class Shape:
         return max(filling) if filling else min(d for d in divisors if d >= min(3, divisors[-1]))
 
 
-def descriptor(x: Tensor, columns: int, block: tuple[int, int]) -> Any:
-    """A TMA descriptor of x seen as rows of `columns`: loads of `block`, zero outside."""
-    return TensorDescriptor.from_tensor(x.view(-1, columns), list(block))
+@lru_cache(maxsize=256)
+def _shape(
+    G: int, H: int, K: int, V: int, L: int, dtype: torch.dtype, weights_dtype: torch.dtype,
+    device: torch.device,
+) -> Shape:  # fmt: skip
+    # weights_dtype makes objects differ whose compiled kernels do.
+    return Shape(G, H, K, 1 << (K - 1).bit_length(), V, min(64, V & -V), L, dtype, device)
+
+
+def descriptor(x: Tensor, columns: int, rows: int, block_columns: int) -> TensorDescriptor:
+    """A TMA descriptor of x seen as rows of `columns`: loads of [rows, block_columns], zero
+    outside."""
+    shape = [x.numel() // columns, columns]
+    return TensorDescriptor(x, shape, [columns, 1], [rows, block_columns])
 
 
 def scratch(device: torch.device, *sizes: int) -> tuple[Tensor, ...]:
     """Flat fp32 buffers from one allocation: a dozen of them would cost more than some kernels."""
-    return torch.empty(sum(sizes), device=device, dtype=torch.float32).split(sizes)
+    return split(torch.empty(split_size(*sizes), device=device, dtype=torch.float32), *sizes)
+
+
+def split(buffer: Tensor, *sizes: int) -> tuple[Tensor, ...]:
+    """Parts of a buffer of split_size(*sizes) elements, each at least as large as asked for and
+    aligned as the kernels were compiled for."""
+    return buffer.split([_aligned(size) for size in sizes])
+
+
+def split_size(*sizes: int) -> int:
+    """Elements that `split` needs."""
+    return sum(_aligned(size) for size in sizes)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 64) * 64

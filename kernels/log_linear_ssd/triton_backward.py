@@ -15,6 +15,7 @@ enter the chunk, and pairs that pass over it ("transit"): those that a node's me
 plus those of later readers in the same block. Taken apart so that no two large sums cancel.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -252,99 +253,107 @@ def key_query_kernel(
 
 
 def backward(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, level_weights: Tensor, do: Tensor, kept: Kept,
-    plan: TreePlan, room: Room,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, level_weights: Tensor, do: Tensor,
+    buffers: Sequence[Tensor], plan: TreePlan, room: Room,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv, dg (fp32), dlevel_weights for the gradient do [B, T, H, V] of `forward`'s o."""
+    """dq, dk, dv, dg (fp32), dlevel_weights for the gradient do [B, T, H, V] of `forward`'s o.
+
+    buffers: as `forward` returned them.
+    """
     s = Shape.of(q, v, level_weights)
-    launch = s.launch
-    chunks = room.chunks
+    compact, floats, nodes = buffers
+    kept = Kept.of(compact, floats, nodes, s, room)
+    chunks, groups = room
     NC, NG, slots = plan.num_chunks, plan.num_groups, chunks * CHUNK
-
-    heads = s.heads_per_program(launch["inside"].heads, 2 * NC)
+    heads = s.heads_per_program(s.table["inside"].heads, 2 * NC)
     HG = s.H // s.G // heads
-    parts = s.G * HG
-    dims: dict[str, Any] = {"K": s.K, "KP": s.KP, "V": s.V, "BV": s.BV, "C": CHUNK}
-    dots: dict[str, Any] = {"DOT": s.dot, "IP": s.precision}
-    rows, tile = s.H * s.V, (64, s.BV)
-    tma = launch["inside"].tma
-    v_tiles = descriptor(v, rows, tile) if tma else v
-    do_tiles = descriptor(do, rows, tile) if tma else do
+    parts, node = s.G * HG, s.KP * s.V
+    tma = s.table["inside"].tma
+    sizes: dict[str, Any] = {"K": s.K, "KP": s.KP, "V": s.V, "BV": s.BV, "C": CHUNK}
+    sizes |= {"DOT": s.dot, "IP": s.precision}
+    v_tiles = descriptor(v, s.H * s.V, 64, s.BV) if tma else v
+    do_tiles = descriptor(do, s.H * s.V, 64, s.BV) if tma else do
 
-    per_slot, per_node = s.H * slots, s.H * chunks * s.KP * s.V
+    per_slot = s.H * slots
+    # [H, slots, 16], [H, NL, slots], [H, slots] three times
     dcompact, dread_weights, dg_inside, dg_across, leaving = scratch(
-        q.device, 16 * per_slot, s.NL * per_slot, per_slot, per_slot, per_slot
-    )  # [H, slots, 16], [H, NL, slots], [H, slots] three times
-    # [parts, chunks, 2, 64, 64], [parts, chunks, 64, 64], [parts, slots, KP] twice, ...
+        s.device, 16 * per_slot, s.NL * per_slot, per_slot, per_slot, per_slot
+    )
+    # [parts, chunks, 2, 64, 64], [parts, chunks, 64, 64], [parts, slots, KP] twice,
+    # [H, NL, chunks, 2], [H, chunks, tiles]
     dscores_inside, dscores_across, dq_parts, dk_parts, read_mass, merged = scratch(
-        q.device, parts * chunks * 2 * 64 * 64, parts * chunks * 64 * 64, parts * slots * s.KP,
+        s.device, parts * chunks * 2 * 64 * 64, parts * chunks * 64 * 64, parts * slots * s.KP,
         parts * slots * s.KP, s.H * s.NL * chunks * 2, s.H * chunks * s.node_tiles,
     )  # fmt: skip
-    inside_kernel[(parts * NC * 2,)](
+    s.launch(
+        inside_kernel, (parts * NC * 2, 1, 1),
         q, k, v_tiles, do_tiles, plan.chunks, kept.compact, kept.to_block_end, dcompact,
         dg_inside, dscores_inside, chunks, s.H, s.G, HG,
-        HEADS=heads, TMA=tma, **dims, **dots, **launch["inside"].compiler,
+        **sizes, HEADS=heads, TMA=tma,
     )  # fmt: skip
-    across_kernel[(parts * NC,)](
+    s.launch(
+        across_kernel, (parts * NC, 1, 1),
         q, k, v_tiles, do_tiles, plan.chunks, kept.to_half_end, kept.read_weights, dread_weights,
         dg_across, dscores_across, chunks, s.H, s.G, HG, s.NL,
-        HEADS=heads, TMA=tma, **dims, **dots, **launch["across"].compiler,
+        **sizes, HEADS=heads, TMA=tma,
     )  # fmt: skip
-
-    way = launch["query"]
-    node_tile = (s.KP, s.BV)
-    query_kernel[(parts * NC * 2,)](
+    s.launch(
+        query_kernel, (parts * NC * 2, 1, 1),
         q, do_tiles, plan.chunks, kept.read_weights, dread_weights,
-        descriptor(kept.nodes, s.V, node_tile) if tma else kept.nodes, kept.node_total, dq_parts,
+        descriptor(kept.nodes, s.V, s.KP, s.BV) if tma else kept.nodes, kept.node_total, dq_parts,
         read_mass, chunks, s.H, s.G, HG, s.NL,
-        HEADS=heads, TMA=tma, STAGES=way.stages, **dims, **dots, **way.compiler,
+        **sizes, HEADS=heads, TMA=tma, STAGES=s.table["query"].stages,
     )  # fmt: skip
 
-    dnodes = torch.empty(per_node, device=q.device, dtype=s.node_dtype)
-    (dgroups,) = scratch(q.device, s.H * plan.group_slots * s.KP * s.V)
-    way, items = launch["node"], len(plan.node_items)
-    if items:
+    dnodes = torch.empty(s.H * chunks * node, device=s.device, dtype=s.node_dtype)
+    (dgroups,) = scratch(s.device, s.H * plan.group_slots * node)
+    if items := len(plan.node_items):
         tma_q = tma and s.K == s.KP
-        node_kernel[(items * s.H * s.value_tiles,)](
-            descriptor(q, s.G * s.K, (64, s.KP)) if tma_q else q, do_tiles, plan.chunks,
+        s.launch(
+            node_kernel, (items * s.H * s.value_tiles, 1, 1),
+            descriptor(q, s.G * s.K, 64, s.KP) if tma_q else q, do_tiles, plan.chunks,
             plan.node_items, kept.read_weights, kept.chunk_total, dnodes, dgroups,
             chunks, plan.group_slots, s.H, s.G, s.NL,
-            TMA_Q=tma_q, TMA=tma, STAGES=way.stages, **dims, **dots, **way.compiler,
+            **sizes, TMA_Q=tma_q, TMA=tma, STAGES=s.table["node"].stages,
         )  # fmt: skip
-    if len(plan.split_nodes):
-        split_kernel[(s.node_tiles, len(plan.split_nodes), s.H)](
+    if splits := len(plan.split_nodes):
+        s.launch(
+            split_kernel, (s.node_tiles, splits, s.H),
             dgroups, plan.split_nodes, plan.group_slots,
-            SIZE=s.KP * s.V, BLOCK=s.node_block, **launch["split"].compiler,
+            SIZE=node, BLOCK=s.node_block,
         )  # fmt: skip
-    dstate = torch.empty(per_node, device=q.device, dtype=s.node_dtype)
-    down_kernel[(s.node_tiles, NG, s.H)](
+    dstate = torch.empty(s.H * chunks * node, device=s.device, dtype=s.node_dtype)
+    s.launch(
+        down_kernel, (s.node_tiles, NG, s.H),
         dnodes, dgroups, kept.nodes, kept.chunk_total, kept.group_total, plan.groups, dstate,
-        merged, chunks, room.groups, plan.group_slots,
-        SIZE=s.KP * s.V, BLOCK=s.node_block, GROUP=GROUP, **launch["down"].compiler,
+        merged, chunks, groups, plan.group_slots,
+        SIZE=node, BLOCK=s.node_block, GROUP=GROUP,
     )  # fmt: skip
-
     del dnodes, dgroups  # as large as v; dv can lie where they were
+
     dv = torch.empty_like(v)
-    dstate_tiles = descriptor(dstate, s.V, node_tile) if tma else dstate
+    dstate_tiles = descriptor(dstate, s.V, s.KP, s.BV) if tma else dstate
     for upper in (0, 1):
-        key_value_kernel[(parts * NC,)](
+        s.launch(
+            key_value_kernel, (parts * NC, 1, 1),
             q, k, v_tiles, do_tiles, plan.chunks, kept.compact, kept.to_block_end,
             kept.to_half_end, kept.to_chunk_end, kept.read_weights, dstate_tiles, dv, dk_parts,
             leaving, chunks, s.H, s.G, HG, s.NL,
-            HEADS=heads, TMA=tma, UPPER=upper, **dims, **dots, **launch["key_value"].compiler,
+            **sizes, HEADS=heads, TMA=tma, UPPER=upper,
         )  # fmt: skip
     dq, dk = torch.empty_like(q), torch.empty_like(k)
-    key_query_kernel[(NC * 2, s.G, 2)](
+    s.launch(
+        key_query_kernel, (NC * 2, s.G, 2),
         q, k, plan.chunks, dscores_inside, dscores_across, dq_parts, dk_parts, dq, dk,
         chunks, s.G, HG,
-        K=s.K, KP=s.KP, C=CHUNK, **dots, **launch["key_query"].compiler,
+        K=s.K, KP=s.KP, C=CHUNK, DOT=s.dot, IP=s.precision,
     )  # fmt: skip
-
     dlevel_weights, dg = torch.empty_like(level_weights), torch.empty_like(g)
-    gates_kernel[(NC * s.H,)](
+    s.launch(
+        gates_kernel, (NC * s.H, 1, 1),
         g, plan.chunks, kept.read_weights, dread_weights, dcompact, dg_inside, dg_across, leaving,
         merged, read_mass, dlevel_weights, dg, chunks, s.H, s.L, s.NL,
         C=CHUNK, LP=max(16, triton.next_power_of_2(s.L)), TILES=s.node_tiles,
-        **launch["gates"].compiler,
+        TILES_PADDED=triton.next_power_of_2(s.node_tiles),
     )  # fmt: skip
     return dq, dk, dv, dg, dlevel_weights

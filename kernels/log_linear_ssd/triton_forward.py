@@ -9,14 +9,14 @@ kernels/tree_plan.py says which chunk reads which node; triton_tiles.py how weig
 Slots are 128 for each chunk: arrays of ours are [H, slots], inputs and outputs [tokens, ...].
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.log_linear_ssd.launch import Shape, descriptor
+from kernels.log_linear_ssd.launch import Shape, descriptor, scratch, split, split_size
 from kernels.log_linear_ssd.triton_tiles import (
     bit_length,
     chunk_row,
@@ -33,7 +33,7 @@ from kernels.tree_plan import CHUNK, GROUP, Room, TreePlan
 
 
 class Kept(NamedTuple):
-    """What the forward pass leaves for the backward pass; fp32 where nothing else is said.
+    """What the forward pass leaves for the backward pass, flat; fp32 where nothing else is said.
 
     compact [H, slots, 16]: weights inside a half, see triton_tiles.py; fp16 (fp32 for fp32).
     to_block_end, to_half_end, to_chunk_end [H, slots]: exp(sum of g after the slot) up to the end
@@ -54,6 +54,28 @@ class Kept(NamedTuple):
     node_total: Tensor
     group_total: Tensor
     nodes: Tensor
+
+    @staticmethod
+    def of(compact: Tensor, floats: Tensor, nodes: Tensor, s: Shape, room: Room) -> "Kept":
+        """Views of the three buffers that `buffers` makes."""
+        return Kept._make([compact, *split(floats, *_float_sizes(s, room)), nodes])
+
+    @staticmethod
+    def buffers(s: Shape, room: Room) -> tuple[Tensor, Tensor, Tensor]:
+        """Memory for compact, for all that is fp32, and for nodes."""
+        slots = room.chunks * CHUNK
+        floats = split_size(*_float_sizes(s, room))
+        node = s.KP * s.V
+        return (
+            torch.empty(s.H * slots * 16, device=s.device, dtype=s.compact_dtype),
+            torch.empty(floats, device=s.device, dtype=torch.float32),
+            torch.empty(s.H * room.chunks * node, device=s.device, dtype=s.node_dtype),
+        )
+
+
+def _float_sizes(s: Shape, room: Room) -> tuple[int, ...]:
+    per_slot, per_chunk = s.H * room.chunks * CHUNK, s.H * room.chunks
+    return per_slot, per_slot, per_slot, s.NL * per_slot, per_chunk, per_chunk, s.H * room.groups
 
 
 @triton.jit(do_not_specialize=["NC", "H", "L", "NL"])
@@ -234,7 +256,10 @@ def out_kernel(
         v = load_values(v_, row, ok, h, vt, H, 64, V, BV, DOT, TMA_V)
         a = tl.load(compact + own[:, None] * 16 + c16[None, :])
         block_end = tl.load(to_block_end + own)
+        lower_v = load_values(v_, token, lower_ok, h, vt, H, 64, V, BV, DOT, TMA_V)
+        half_end = tl.load(to_half_end + slot + r)
         weights_at = h * NL * NS + n * C + upper * 64 + r
+        level_7 = tl.load(read_weights + weights_at)
         e = c
         nearer = 0.0
         o = tl.zeros((64, BV), tl.float32)
@@ -253,20 +278,18 @@ def out_kernel(
             tl.dot(a, far, input_precision=IP) * block_end[None, :],
         )
         o = tl.dot(weigh(scores, weights), v, o, input_precision=IP)
-        if upper == 1:
-            lower_v = load_values(v_, token, lower_ok, h, vt, H, 64, V, BV, DOT, TMA_V)
-            half_end = tl.load(to_half_end + slot + r)
-            weights = half_end[None, :] + tl.zeros((64, 64), tl.float32)
-            across = tl.dot(weigh(lower_scores, weights), lower_v, input_precision=IP)
-            o += across * tl.load(read_weights + weights_at)[:, None]
+        weights = half_end[None, :] + tl.zeros((64, 64), tl.float32)
+        across = tl.dot(weigh(lower_scores, weights), lower_v, input_precision=IP)
+        # Also for a lower half, whose result is dropped: a branch here costs more (measured).
+        o += tl.where(upper == 1, across * level_7[:, None], 0.0)
         to = o_ + ((row + r) * H + h)[:, None] * V + vt * BV + tl.arange(0, BV)[None, :]
         tl.store(to, o.to(o_.dtype.element_ty), mask=ok[:, None])
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, level_weights: Tensor, plan: TreePlan, room: Room
-) -> tuple[Tensor, Kept]:
-    """o [B, T, H, V] in v's dtype, and what the backward pass needs.
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """o [B, T, H, V] in v's dtype, and the buffers of `Kept` for the backward pass.
 
     Args:
         q, k [B, T, G, K], v [B, T, H, V], g [B, T, H], level_weights [B, T, H, L], all contiguous.
@@ -274,62 +297,42 @@ def forward(
         room: chunks and groups to make room for, at least the plan's.
     """
     s = Shape.of(q, v, level_weights)
-    launch = s.launch
-    kept = empty_kept(q, v, level_weights, room)
-    chunks, groups = room
+    buffers = Kept.buffers(s, room)
+    kept = Kept.of(*buffers, s, room)
     NC, NG = plan.num_chunks, plan.num_groups
+    chunks, groups = room
     o = torch.empty_like(v)
-    dims: dict[str, Any] = {"K": s.K, "KP": s.KP, "V": s.V, "BV": s.BV, "C": CHUNK}
-    dots: dict[str, Any] = {"DOT": s.dot, "IP": s.precision}
-    prepare_kernel[(NC * s.H,)](
+    s.launch(
+        prepare_kernel, (NC * s.H, 1, 1),
         g, level_weights, plan.chunks, *kept[:6], chunks, s.H, s.L, s.NL,
-        C=CHUNK, **launch["prepare"].compiler,
+        C=CHUNK,
     )  # fmt: skip
-    states = torch.empty(s.H, groups, s.KP, s.V, device=q.device, dtype=torch.float32)
-    way, BK = launch["leaf"], min(s.KP, 64)
+    (states,) = scratch(s.device, s.H * groups * s.KP * s.V)
+    way, BK = s.table["leaf"], min(s.KP, 64)
     tma_k = way.tma and s.K == s.KP
-    leaf_kernel[(NG * (s.KP // BK) * s.value_tiles * s.H,)](
-        descriptor(k, s.G * s.K, (CHUNK, BK)) if tma_k else k,
-        descriptor(v, s.H * s.V, (CHUNK, s.BV)) if way.tma else v,
+    s.launch(
+        leaf_kernel, (NG * (s.KP // BK) * s.value_tiles * s.H, 1, 1),
+        descriptor(k, s.G * s.K, CHUNK, BK) if tma_k else k,
+        descriptor(v, s.H * s.V, CHUNK, s.BV) if way.tma else v,
         plan.groups, plan.chunks, kept.to_chunk_end, kept.chunk_total, kept.nodes,
         kept.node_total, states, kept.group_total, chunks, groups, s.H, s.G,
-        BK=BK, GROUP=GROUP, TMA_K=tma_k, TMA_V=way.tma, STAGES=way.stages,
-        **dims, **dots, **way.compiler,
+        K=s.K, KP=s.KP, V=s.V, BK=BK, BV=s.BV, C=CHUNK, GROUP=GROUP, DOT=s.dot, IP=s.precision,
+        TMA_K=tma_k, TMA_V=way.tma, STAGES=way.stages,
     )  # fmt: skip
     if NG > 1:
-        up_kernel[(s.node_tiles, NG, s.H)](
+        s.launch(
+            up_kernel, (s.node_tiles, NG, s.H),
             states, kept.group_total, plan.groups, kept.nodes, kept.node_total, chunks, groups,
-            SIZE=s.KP * s.V, BLOCK=s.node_block, **launch["up"].compiler,
+            SIZE=s.KP * s.V, BLOCK=s.node_block,
         )  # fmt: skip
-    way = launch["out"]
+    way = s.table["out"]
     heads = s.heads_per_program(way.heads, 2 * NC)
-    out_kernel[(s.H // heads * NC * 2,)](
-        q, k, descriptor(v, s.H * s.V, (64, s.BV)) if way.tma else v, plan.chunks,
+    s.launch(
+        out_kernel, (s.H // heads * NC * 2, 1, 1),
+        q, k, descriptor(v, s.H * s.V, 64, s.BV) if way.tma else v, plan.chunks,
         kept.compact, kept.to_block_end, kept.to_half_end, kept.read_weights, kept.nodes,
         kept.node_total, o, chunks, s.H, s.G, s.H // s.G // heads, s.NL,
-        HEADS=heads, TMA_V=way.tma, TMA_NODE=False, STAGES=way.stages,
-        **dims, **dots, **way.compiler,
+        K=s.K, KP=s.KP, V=s.V, BV=s.BV, C=CHUNK, HEADS=heads, DOT=s.dot, IP=s.precision,
+        TMA_V=way.tma, TMA_NODE=False, STAGES=way.stages,
     )  # fmt: skip
-    return o, kept
-
-
-def empty_kept(q: Tensor, v: Tensor, level_weights: Tensor, room: Room) -> Kept:
-    """Memory for `Kept`; also what torch.compile is told of its shapes."""
-    s = Shape.of(q, v, level_weights)
-    chunks, groups = room
-    slots = chunks * CHUNK
-
-    def empty(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(*size, device=q.device, dtype=dtype)
-
-    return Kept(
-        compact=empty(s.H, slots, 16, dtype=s.compact_dtype),
-        to_block_end=empty(s.H, slots),
-        to_half_end=empty(s.H, slots),
-        to_chunk_end=empty(s.H, slots),
-        read_weights=empty(s.H, s.NL, slots),
-        chunk_total=empty(s.H, chunks),
-        node_total=empty(s.H, chunks),
-        group_total=empty(s.H, groups),
-        nodes=empty(s.H, chunks, s.KP, s.V, dtype=s.node_dtype),
-    )
+    return o, buffers

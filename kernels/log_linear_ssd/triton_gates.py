@@ -10,7 +10,7 @@ from kernels.log_linear_ssd.triton_tiles import bit_length, chunk_row, decay_ove
 def gates_kernel(
     g_, chunks, read_weights, dread_weights, dcompact, dg_inside, dg_across, leaving,
     merged, read_mass, dlevel_weights, dg, NC, H, L, NL,
-    C: tl.constexpr, LP: tl.constexpr, TILES: tl.constexpr,
+    C: tl.constexpr, LP: tl.constexpr, TILES: tl.constexpr, TILES_PADDED: tl.constexpr,
 ):  # fmt: skip
     """dlevel_weights and dg of one chunk and head."""
     h = tl.program_id(0) % H
@@ -49,7 +49,8 @@ def gates_kernel(
     entering = tl.zeros((C,), tl.float32)
     # Mass of the pairs that begin before the chunk and end after it, summed at the end.
     passing = tl.zeros((128,), tl.float32)
-    carried = tl.zeros((TILES,), tl.float32)
+    tile = tl.arange(0, TILES_PADDED)
+    carried = tl.zeros((TILES_PADDED,), tl.float32)
     last = tl.load(chunks + n * 6 + 5)
     x128 = tl.arange(0, 128)
     for j in range(NL - 1):
@@ -65,9 +66,9 @@ def gates_kernel(
             masses = read_mass + ((h * NL + j) * NC.to(tl.int64) + n - c) * 2
             for y in range(2 * c + 2, stop, 128):
                 passing += tl.load(masses + y + x128, mask=y + x128 < stop, other=0.0)
-            merge = (h * NC.to(tl.int64) + n - c + e) * TILES + tl.arange(0, TILES)
-            read_later = (e + (1 << j) <= last) & (tl.arange(0, TILES) >= 0)
-            carried += tl.load(merged + merge, mask=read_later, other=0.0)
+            merge = (h * NC.to(tl.int64) + n - c + e) * TILES + tile
+            read_later = e + (1 << j) <= last
+            carried += tl.load(merged + merge, mask=(tile < TILES) & read_later, other=0.0)
     to = dlevel_weights + at[:, None] * L + levels
     tl.store(to, out.to(dlevel_weights.dtype.element_ty), mask=ok[:, None] & (levels < L))
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from kernels.checks import check_level_count, document_lengths
+from kernels.log_linear_ssd.launch import Shape
 from kernels.log_linear_ssd.triton_backward import backward
-from kernels.log_linear_ssd.triton_forward import Kept, empty_kept, forward
+from kernels.log_linear_ssd.triton_forward import Kept, forward
 from kernels.tree_plan import CHUNK, Room, TreePlan, tree_plan
 
 
@@ -71,16 +72,16 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
-        o, kept = forward(*args)
-        ctx.save_for_backward(*args[:5], *kept)
+        o, buffers = forward(*args)
+        ctx.save_for_backward(*args[:5], *buffers)
         ctx.plan, ctx.room = args[5:]
         return o
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, g, level_weights, *kept = ctx.saved_tensors
+        q, k, v, g, level_weights, *buffers = ctx.saved_tensors
         do = _ready(grads[0])
-        gradients = backward(q, k, v, g, level_weights, do, Kept(*kept), ctx.plan, ctx.room)
+        gradients = backward(q, k, v, g, level_weights, do, buffers, ctx.plan, ctx.room)
         return (*gradients, None, None)
 
 
@@ -96,8 +97,8 @@ def _forward(
 ) -> list[Tensor]:
     room = Room.for_rows(v.shape[0], v.shape[1], cu_seqlens)
     plan = _plan(level_weights, cu_seqlens, first_positions)
-    o, kept = forward(q, k, v, log_decay, level_weights, plan, room)
-    return [o, *kept]
+    o, buffers = forward(q, k, v, log_decay, level_weights, plan, room)
+    return [o, *buffers]
 
 
 @_forward.register_fake
@@ -111,7 +112,7 @@ def _forward_shapes(
     first_positions: Tensor | None,
 ) -> list[Tensor]:
     room = Room.for_rows(v.shape[0], v.shape[1], cu_seqlens)
-    return [torch.empty_like(v), *empty_kept(q, v, level_weights, room)]
+    return [torch.empty_like(v), *Kept.buffers(Shape.of(q, v, level_weights), room)]
 
 
 @torch.library.custom_op("fenwick::log_linear_ssd_backward", mutates_args=())
@@ -122,13 +123,13 @@ def _backward(
     log_decay: Tensor,
     level_weights: Tensor,
     do: Tensor,
-    kept: list[Tensor],
+    buffers: list[Tensor],
     cu_seqlens: Tensor | None,
     first_positions: Tensor | None,
 ) -> list[Tensor]:
     room = Room.for_rows(v.shape[0], v.shape[1], cu_seqlens)
     plan = _plan(level_weights, cu_seqlens, first_positions)
-    gradients = backward(q, k, v, log_decay, level_weights, do, Kept(*kept), plan, room)
+    gradients = backward(q, k, v, log_decay, level_weights, do, buffers, plan, room)
     return list(gradients)
 
 
@@ -140,7 +141,7 @@ def _backward_shapes(
     log_decay: Tensor,
     level_weights: Tensor,
     do: Tensor,
-    kept: list[Tensor],
+    buffers: list[Tensor],
     cu_seqlens: Tensor | None,
     first_positions: Tensor | None,
 ) -> list[Tensor]:
@@ -161,9 +162,9 @@ def _gradients(
     if do is None:
         return (None,) * 7
     *inputs, cu_seqlens, first_positions = ctx.saved_tensors[:7]  # type: ignore[attr-defined]
-    kept = list(ctx.saved_tensors[7:])  # type: ignore[attr-defined]
+    buffers = list(ctx.saved_tensors[7:])  # type: ignore[attr-defined]
     gradients = torch.ops.fenwick.log_linear_ssd_backward(
-        *inputs, _ready(do), kept, cu_seqlens, first_positions
+        *inputs, _ready(do), buffers, cu_seqlens, first_positions
     )
     return (*gradients, None, None)
 
