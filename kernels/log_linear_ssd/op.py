@@ -6,6 +6,7 @@ from torch import Tensor
 from kernels.checks import check_levels, check_sequence, check_step, document_lengths
 from kernels.dispatch import Backend, choose_backend
 from kernels.documents import run_by_document
+from kernels.log_linear_ssd.between_states import log_linear_ssd_with_states
 from kernels.log_linear_ssd.chunked import log_linear_ssd_chunked
 from kernels.log_linear_ssd.reference import log_linear_ssd_recurrence
 from kernels.state import FenwickState, LazyFenwickState, live_part, with_live_part
@@ -68,8 +69,6 @@ def log_linear_ssd(
                 log_linear_ssd_recurrence, inputs, lengths, initial_state
             )
         elif chosen == "triton":
-            from kernels.log_linear_ssd.triton_states import log_linear_ssd_with_states
-
             o, final_state = log_linear_ssd_with_states(
                 *inputs, lengths, initial_state, return_final_state
             )

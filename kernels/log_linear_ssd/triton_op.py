@@ -8,6 +8,7 @@ inside it, on the host, from cu_seqlens and the first positions (both on the CPU
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.checks import check_level_count, document_lengths
@@ -36,16 +37,21 @@ def log_linear_ssd_triton(
         first_positions: [N] int64 on the CPU, multiples of 128: where each document's first token
             lies in its document; None for zero.
     """
+    V = v.shape[3]
+    if q.shape[3] > 128 and V % 64:
+        # Triton 3.6 compiles the forward kernel wrongly for K = 256 and tiles of V below 64: it
+        # reads outside memory (seen on an H200, not in the interpreter).
+        v = F.pad(v, (0, -V % 64))
     q, k, v, level_weights = (_ready(x) for x in (q, k, v, level_weights))
     g = _ready(log_decay.float())
     if torch.compiler.is_compiling():
         outputs = torch.ops.fenwick.log_linear_ssd(
             q, k, v, g, level_weights, cu_seqlens, first_positions
         )
-        return outputs[0]
+        return outputs[0][..., :V]
     plan = _plan(level_weights, cu_seqlens, first_positions)
     room = Room.for_rows(v.shape[0], v.shape[1], cu_seqlens)
-    return _Eager.apply(q, k, v, g, level_weights, plan, room)
+    return _Eager.apply(q, k, v, g, level_weights, plan, room)[..., :V]
 
 
 def _ready(x: Tensor) -> Tensor:

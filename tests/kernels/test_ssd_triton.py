@@ -62,20 +62,26 @@ def assert_equal(inputs, cu_seqlens=None, tolerance=1e-5):
 
 
 @pytest.mark.parametrize("decay", ["none", "strong", "mixed"])
-@pytest.mark.parametrize("T", [1, 15, 63, 64, 65, 127, 128, 129, 1000])
+@pytest.mark.parametrize("T", [1, 15, 63, 64, 65, 127, 128, 129])
 def test_equals_the_chunked_form(T, decay):
-    assert_equal(make_inputs(1 if T > 200 else 2, T, decay=decay))
+    assert_equal(make_inputs(2, T, decay=decay))
 
 
+@pytest.mark.parametrize("decay", ["none", "strong", "mixed"])
+def test_equals_the_chunked_form_over_several_chunks(decay):
+    assert_equal(make_inputs(1, 1000, H=1, decay=decay))
+
+
+@pytest.mark.slow
 def test_equals_the_chunked_form_over_many_groups():
     # 41 chunks: six groups of 8, a node whose gradient is split, a row that ends inside a chunk
     assert_equal(make_inputs(1, 40 * 128 + 17, H=1))
 
 
-@pytest.mark.parametrize("ends", [[5, 70, 350, 351, 700], [128, 256, 1400], [1, 2, 3]], ids=str)
+@pytest.mark.parametrize("ends", [[5, 70, 350, 351, 700], [128, 256, 1300], [1, 2, 3]], ids=str)
 def test_packed_documents_have_trees_of_their_own(ends):
     lengths = [b - a for a, b in zip([0, *ends], ends, strict=False)]
-    inputs = make_inputs(1, ends[-1], longest=max(lengths))
+    inputs = make_inputs(1, ends[-1], H=1, longest=max(lengths))
     cu_seqlens = torch.tensor([0, *ends])
     actual = assert_equal(inputs, cu_seqlens)
     alone, begin = [], 0
@@ -87,10 +93,10 @@ def test_packed_documents_have_trees_of_their_own(ends):
 
 
 @pytest.mark.parametrize(
-    ("G", "H", "K", "V"), [(2, 4, 16, 16), (4, 4, 32, 48), (1, 3, 48, 32), (2, 2, 144, 80)]
+    ("G", "H", "K", "V"), [(2, 4, 16, 16), (3, 3, 32, 48), (1, 3, 48, 32), (1, 1, 144, 80)]
 )
 def test_groups_and_sizes(G, H, K, V):
-    assert_equal(make_inputs(1, 260, G=G, H=H, K=K, V=V))
+    assert_equal(make_inputs(1, 140, G=G, H=H, K=K, V=V))
 
 
 def test_more_levels_than_needed_get_no_gradient():
@@ -105,7 +111,7 @@ def test_a_non_contiguous_and_misaligned_input_is_taken():
 
 
 def test_two_runs_give_the_same_bits():
-    inputs = make_inputs(1, 40 * 128, H=1)
+    inputs = make_inputs(1, 700, H=1)
     tangent = torch.randn_like(inputs[2])
     first, second = (outputs_and_gradients(inputs, tangent, backend="triton") for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -125,7 +131,7 @@ def test_reads_nothing_uninitialised_and_writes_nothing_outside(monkeypatch):
     def like(x):
         return allocate(*x.shape, dtype=x.dtype)
 
-    inputs = make_inputs(1, 1300, longest=1200)
+    inputs = make_inputs(1, 1300, H=1, longest=1200)
     cu_seqlens = torch.tensor([0, 60, 1260, 1300])
     tangent = torch.randn_like(inputs[2])
     options = {"cu_seqlens": cu_seqlens, "backend": "triton"}
@@ -217,9 +223,9 @@ def test_what_the_kernels_cannot_take_is_refused_in_one_line():
 
 
 def test_step_in_place_equals_the_step_at_every_carry():
-    B, T, L = 3, 37, 9
-    inputs = make_inputs(B, T, G=2, H=4, K=48, V=32, L=L)
-    state = FenwickState.empty(B, 4, L, 48, 32)
+    B, T, L = 3, 14, 9
+    inputs = make_inputs(B, 37, G=2, H=2, K=48, V=32, L=L)
+    state = FenwickState.empty(B, 2, L, 48, 32)
     state = FenwickState(state.levels, torch.tensor([0, 0, 0]))
     # Rows at different positions: 0, 5 and 31.
     for row, count in enumerate([0, 5, 31]):
@@ -235,5 +241,5 @@ def test_step_in_place_equals_the_step_at_every_carry():
         o = log_linear_ssd_step_in_place(*tokens, lazy)
         torch.testing.assert_close(o, expected, rtol=1e-5, atol=1e-6)
     settled = lazy.settled()
-    assert settled.position.tolist() == state.position.tolist() == [37, 42, 68]
+    assert settled.position.tolist() == state.position.tolist() == [14, 19, 45]
     torch.testing.assert_close(settled.levels, state.levels, rtol=1e-5, atol=1e-6)

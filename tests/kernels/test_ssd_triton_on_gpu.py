@@ -93,7 +93,8 @@ def test_bf16_groups(G):
 
 
 @pytest.mark.parametrize(
-    ("K", "V"), [(16, 16), (64, 64), (64, 128), (48, 80), (128, 256), (192, 64), (256, 128)]
+    ("K", "V"),
+    [(16, 16), (64, 64), (64, 128), (48, 80), (128, 256), (192, 64), (256, 128), (256, 96)],
 )
 def test_bf16_sizes(K, V):
     assert_equal(make_inputs(1, 600, 2, 4, K, V, torch.bfloat16))

@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from kernels.log_linear_ssd.state_terms import final_state, past_output
-from kernels.log_linear_ssd.triton_op import log_linear_ssd_triton
 from kernels.state import FenwickState
 from kernels.tree_plan import CHUNK
 
@@ -24,6 +23,8 @@ def log_linear_ssd_with_states(
     The kernels know chunks aligned to a document's position 0. A document that begins inside a
     chunk gets empty slots before it, up to the chunk's start.
     """
+    from kernels.log_linear_ssd.triton_op import log_linear_ssd_triton
+
     B, T = v.shape[:2]
     positions = [0] * len(lengths) if initial_state is None else initial_state.position.tolist()
     before = [p % CHUNK for p in positions]
