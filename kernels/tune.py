@@ -53,10 +53,13 @@ def tune_ssd(sizes: Sizes, console: Console) -> dict[str, Way]:
 
 
 def _alternatives(way: Way) -> Iterator[Way]:
-    for warps in (4, 8):
+    for warps in (2, 4, 8):
         for stages in (1, 2, 3, 4):
-            for tma in {way.tma, False}:
-                other = replace(way, warps=warps, stages=stages, loop_stages=stages, tma=tma)
+            for heads in {way.heads, max(1, way.heads // 2), way.heads * 2}:
+                if way.loop_stages is None:
+                    other = replace(way, warps=warps, stages=stages, heads=heads)
+                else:
+                    other = replace(way, warps=warps, loop_stages=stages, heads=heads)
                 if other != way:
                     yield other
 
