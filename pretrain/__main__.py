@@ -10,10 +10,9 @@ SIGTERM / SIGINT after a checkpoint was written.
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-from click import Context
 from typer.core import TyperGroup
 
 from pretrain import train as training
@@ -24,7 +23,7 @@ from pretrain.errors import Refused, TrainingFailed
 class TrainByDefault(TyperGroup):
     """`python -m pretrain CONFIG` is `python -m pretrain train CONFIG`."""
 
-    def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] not in self.commands and args[0] != "--help":
             args = ["train", *args]
         return super().parse_args(ctx, args)

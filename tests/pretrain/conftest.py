@@ -4,6 +4,7 @@ import copy
 import json
 import multiprocessing
 import os
+import re
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,10 +21,10 @@ ROW_TOKENS = 64
 VOCAB_SIZE = 64
 ROWS = {"train": 10, "validation": 5}
 
-# What runs in every process: the command `python -m pretrain`, with an optional SIGKILL of itself
-# at the n-th call of a function.
+# What runs in every process: the command `python -m pretrain`, with an optional disturbance at the
+# n-th call of a function: a signal to itself before or after it, a hang, or a result multiplied.
 RANK = """
-import importlib, os, runpy, signal, sys
+import importlib, os, runpy, sys, time
 os.environ.update(environment)
 sys.argv = ["pretrain", *arguments]
 sys.stdout = sys.stderr = open(output, "w", buffering=1)
@@ -40,9 +41,13 @@ if strike is not None:
         calls += 1
         if calls == count and when == "before":
             os.kill(os.getpid(), signal_number)
+        if calls == count and when == "hang":
+            time.sleep(1000)
         result = original(*args, **kwargs)
         if calls == count and when == "after":
             os.kill(os.getpid(), signal_number)
+        if isinstance(when, dict) and calls in when["calls"]:
+            result = tuple(value * when["factor"] for value in result)
         return result
     setattr(owner, name, struck)
 runpy.run_module("pretrain", run_name="__main__")
@@ -132,7 +137,7 @@ def small_run(dataset: Path) -> dict[str, Any]:
         "parallel": {"zero_stage": 0, "device": "cpu"},
         "training": {"total_steps": 10},
         "validation": {"every_steps": 4, "rows": 5},
-        "checkpoint": {"every_steps": 3},
+        "checkpoint": {"every_steps": 3, "background": False},
     }
 
 
@@ -155,7 +160,8 @@ def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Finishe
     The processes are forked from a server that has imported torch and DeepSpeed already; nothing
     else is shared with them. `strike` = (module, function, n, "before" | "after") sends
     `signal_number` to one rank at the n-th call of that function; the others then get SIGKILL
-    too if the signal was that.
+    too if the signal was that. "hang" in place of these makes the rank sleep there, and
+    {"calls": [...], "factor": x} multiplies the results of some calls.
     """
     os.environ["DS_ACCELERATOR"] = "cpu"
     context = multiprocessing.get_context("forkserver")
@@ -165,7 +171,7 @@ def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Finishe
     def run(
         *arguments: str | Path,
         ranks: int = 1,
-        strike: tuple[str, str, int, str] | None = None,
+        strike: tuple[str, str, int, Any] | None = None,
         struck_rank: int = 0,
         signal_number: int = 9,
     ) -> Finished:
@@ -207,6 +213,12 @@ def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Finishe
     return run
 
 
+@pytest.fixture
+def port() -> Callable[[], int]:
+    """Gives a port of this machine that nobody listens on."""
+    return free_port
+
+
 def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -218,8 +230,8 @@ def read_log() -> Callable[[Path], list[dict[str, float]]]:
     """The lines of a run's log.jsonl without those numbers that tell about the machine."""
 
     def read(run_dir: Path) -> list[dict[str, float]]:
-        machine = ("time", "tokens_per_second", "memory_bytes")
+        machine = re.compile("time|tokens_per_second|memory_bytes|seconds.*")
         lines = [json.loads(line) for line in (run_dir / "log.jsonl").read_text().splitlines()]
-        return [{k: v for k, v in line.items() if k not in machine} for line in lines]
+        return [{k: v for k, v in line.items() if not machine.fullmatch(k)} for line in lines]
 
     return read

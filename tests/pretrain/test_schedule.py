@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from pretrain.config import ScheduleConfig
+from pretrain.sections import ScheduleConfig
 from pretrain.schedule import learning_rate
 
 PEAK = 0.5
