@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import re
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +51,12 @@ if strike is not None:
             result = tuple(value * when["factor"] for value in result)
         return result
     setattr(owner, name, struck)
+if slow_disk:
+    fsync = os.fsync
+    def slow(descriptor):
+        time.sleep(slow_disk)
+        fsync(descriptor)
+    os.fsync = slow
 runpy.run_module("pretrain", run_name="__main__")
 """
 
@@ -161,7 +168,8 @@ def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Finishe
     else is shared with them. `strike` = (module, function, n, "before" | "after") sends
     `signal_number` to one rank at the n-th call of that function; the others then get SIGKILL
     too if the signal was that. "hang" in place of these makes the rank sleep there, and
-    {"calls": [...], "factor": x} multiplies the results of some calls.
+    {"calls": [...], "factor": x} multiplies the results of some calls. `kill_after` seconds after
+    the first line all ranks get SIGKILL. `slow_disk` seconds are added to every sync.
     """
     os.environ["DS_ACCELERATOR"] = "cpu"
     context = multiprocessing.get_context("forkserver")
@@ -174,6 +182,8 @@ def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Finishe
         strike: tuple[str, str, int, Any] | None = None,
         struck_rank: int = 0,
         signal_number: int = 9,
+        kill_after: float | None = None,
+        slow_disk: float = 0,
     ) -> Finished:
         port = free_port()
         processes = []
@@ -193,10 +203,20 @@ def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Finishe
                 "output": str(outputs / f"rank-{rank}"),
                 "strike": strike if rank == struck_rank else None,
                 "signal_number": signal_number,
+                "slow_disk": slow_disk,
             }
             processes.append(context.Process(target=exec, args=(RANK, variables)))
+        for path in outputs.iterdir():
+            path.unlink()
         for process in processes:
             process.start()
+        if kill_after is not None:
+            printed = outputs / "rank-0"
+            while processes[0].is_alive() and not (printed.is_file() and printed.read_text()):
+                time.sleep(0.02)
+            time.sleep(kill_after)  # from the first line on
+            for process in processes:
+                process.kill()
         if strike is not None:
             processes[struck_rank].join(120)
             if processes[struck_rank].exitcode == -9:

@@ -73,7 +73,7 @@ def test_first_moments_of_a_killed_run_are_no_foreign_files(
     run_dir.mkdir()
     (run_dir / "config.yaml.123.tmp").write_text("run_dir:")
     config = load_config(write_config(settings))
-    assert find_start(config, read_manifest(config.data.dataset), 1).step == 0
+    assert find_start(config, read_manifest(config.data.dataset)).step == 0
 
 
 def test_folder_in_which_another_process_trains_is_refused(
@@ -159,15 +159,21 @@ def test_signals_cannot_be_caught_outside_the_main_thread_and_need_not_be() -> N
 def test_run_that_diverges_ends_in_one_line_and_saves_nothing_of_it(
     settings: dict[str, Any], write_config: WriteConfig, run_ranks: Any
 ) -> None:
-    changes = ("optimizer.peak_lr=1e30", "schedule.warmup_steps=0", "checkpoint.every_steps=1")
+    changes = (
+        "optimizer.peak_lr=1e30",
+        "schedule.warmup_steps=0",
+        "checkpoint.every_steps=1",
+        "health.max_consecutive_skips=3",
+    )
     failed = run_ranks(write_config(settings), *changes, ranks=2)
     assert failed.exit_codes == [1, 1]
     last = failed.output.splitlines()[-1]
     assert last.startswith("error: step ")
     assert "is not finite" in last
     diverged = int(last.split()[2])
+    assert "3 updates in a row were skipped" in last
     saved = Path(settings["run_dir"], "checkpoints/latest").read_text().strip()
-    assert saved == f"step-{diverged - 1:08d}"
+    assert saved == f"step-{diverged - 3:08d}"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
