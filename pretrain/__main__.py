@@ -4,11 +4,12 @@ The same command runs alone, under torchrun, under the deepspeed launcher and in
 Started again, it goes on from the newest complete checkpoint of its run folder; when the run is
 complete, it says so.
 
-Exit codes: 0 complete, 2 refused before training, 1 failed while training, 143 / 130 stopped by
-SIGTERM / SIGINT after a checkpoint was written.
+Exit codes: 0 complete, 2 refused before training, 1 failed while training, 143 / 130 / 138 / 142
+stopped by SIGTERM / SIGINT / SIGUSR1 / training.time_limit_minutes after a checkpoint was written.
 """
 
 import os
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -68,6 +69,12 @@ def train(
             _print_error(str(error))
         exit_code = 1
     stop_world(world)
+    if world.owns_group:
+        # The process is ours. DeepSpeed and gloo leave threads of C++ behind, and destroying them
+        # at the interpreter's end has aborted processes whose work was done.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)
     raise typer.Exit(exit_code)
 
 

@@ -121,10 +121,10 @@ def train(config_path: Path, overrides: Sequence[str], world: World) -> int:
         saver.save(step, health)
 
     # The loop.
-    code = validate(start.step) if unvalidated else None
     saved_step = step = start.step
     batches = training_batches(rows, config, world.rank, world.size, first_update=start.step)
     try:
+        code = validate(start.step) if unvalidated else None
         while code is None and step < total_steps:
             step += 1
             watchdog.progress(f"update {step}")
@@ -179,10 +179,10 @@ def train(config_path: Path, overrides: Sequence[str], world: World) -> int:
         if error.on_all_ranks:
             saver.finish()  # of an earlier update, and sound
         raise
-
-    watchdog.close()
-    if metrics:
-        metrics.close()
+    finally:
+        watchdog.close()
+        if metrics:
+            metrics.close()
     if code is None:
         console.print(f"{config.run_dir} is complete: step {total_steps}/{total_steps}")
         return EXIT_COMPLETE

@@ -44,9 +44,7 @@ def test_a_spike_may_stop_the_run() -> None:
     health = filled(spike_action="stop")
     verdict = health.judge(9.0)
     assert verdict.is_skipped
-    with pytest.raises(
-        TrainingFailed, match=r"step 8 is a loss spike: got loss 9\.0.*at most 2\.6"
-    ):
+    with pytest.raises(TrainingFailed, match=r"step 8 is a loss spike: got loss 9.*at most 2\.6"):
         health.record(8, 9.0, 1.0, verdict)
 
 
