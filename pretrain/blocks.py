@@ -18,7 +18,7 @@ from torch.utils.checkpoint import (
 
 from pretrain.sections import ParallelConfig
 
-_PRODUCTS = (
+PRODUCTS = (
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten.bmm.default,
@@ -39,6 +39,6 @@ def prepare_blocks(model: nn.Module, settings: ParallelConfig) -> None:
 
 
 def _policy(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    if op in _PRODUCTS or op.namespace != "aten":  # operators of kernels/ have their own
+    if op in PRODUCTS or op.namespace != "aten":  # operators of kernels/ have their own
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE

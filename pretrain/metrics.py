@@ -185,7 +185,7 @@ class Metrics:
         now = time.time()
         # JSON has no number for what is not finite.
         finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
-        line = {"step": step, **finite, **(texts or {}), "time": round(now, 3)}
+        line = {"step": step, **finite, **(texts or {}), "time": round(now, 6)}
         self._log.write(json.dumps(line) + "\n")
         self._log.flush()
         scalars = {_tag(name): value for name, value in finite.items() if value is not None}

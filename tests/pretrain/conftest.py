@@ -173,7 +173,9 @@ def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Finishe
     """
     os.environ["DS_ACCELERATOR"] = "cpu"
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pretrain.train", "deepspeed"])
+    # What takes seconds to import, and would be imported late in every process.
+    late = ["streaming", "deepspeed.runtime.zero.muon.muon_optimizer", "torch._dynamo"]
+    context.set_forkserver_preload(["pretrain.train", "deepspeed", *late])
     outputs = tmp_path_factory.mktemp("outputs")
 
     def run(
