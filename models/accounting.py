@@ -54,7 +54,7 @@ def hardware_flops_per_token(config: ModelConfig, seq_len: int, recomputes_block
 
 
 def training_state_bytes(
-    config: ModelConfig, zero_stage: int, ranks: int, moments: int = 2
+    config: ModelConfig, zero_stage: int, ranks: int, moments: float = 2
 ) -> dict[str, float]:
     """Memory of one rank for what a training step keeps, all of it fp32, by kind.
 
@@ -62,7 +62,7 @@ def training_state_bytes(
     on, gradients from stage 2 on, parameters at stage 3 (then the copy is all there is of them).
 
     Args:
-        moments: numbers the optimizer keeps of every parameter.
+        moments: numbers the optimizer keeps of a parameter, on average.
     """
     whole = 4.0 * parameter_count(config)
     share = whole / ranks

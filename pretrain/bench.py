@@ -1,9 +1,9 @@
 """python -m pretrain bench CONFIG: what our loop costs over bare DeepSpeed with the same model.
 
 Ours is `train` as it is, run folder, metrics and all, timed from one line of log.jsonl to the next.
-Bare is deepspeed.initialize with the same loss, torch's AdamW over the same parameter groups and the
-same rows, and a loop of forward, backward, step that reads the loss once an update. The two take
-turns, so that whatever else the machine does falls on both.
+Bare is deepspeed.initialize with the same loss, torch's AdamW over the same parameter groups and
+the same rows, and a loop of forward, backward, step that reads the loss once an update. The two
+take turns, so that whatever else the machine does falls on both.
 """
 
 import json
@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ def measure_overhead(
     for number in range(rounds):
         run = _bench_config(config, Path(folder) / f"round-{number}", WARMUP + updates)
         path = Path(folder) / f"round-{number}.yaml"
-        world.on_rank_0(lambda path=path, run=run: path.write_text(dump_config(run)))
+        world.on_rank_0(partial(path.write_text, dump_config(run)))
         train(path, [], world)
         if world.rank == 0:
             result.ours.append(_median_of_log(run.run_dir / LOG_NAME))
@@ -106,9 +107,8 @@ def _bare(config: RunConfig, world: World, device: torch.device) -> float:
         "train_batch_size": config.batch_rows,
         "gradient_accumulation_steps": accumulated,
     }
-    engine, *_ = deepspeed.initialize(
-        model=module, optimizer=_adamw(model, config), config=settings
-    )
+    optimizer = _adamw(model, config)
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
     rows = TrainingRows(config.data.dataset, "train", config.data.seq_len)
     times = []
     for micro_batches in training_batches(rows, config, world.rank, world.size, first_update=0):

@@ -8,8 +8,8 @@
     loss         one chunk of logits, several times over
 
 The operators are counted as Triton kernels behave: they keep their inputs and one state [K, V] in
-fp32 of every head and chunk. What is not counted: the CUDA context and libraries (about 0.5 GiB) and
-what fragmentation costs.
+fp32 of every head and chunk. What is not counted: the CUDA context and libraries (about 0.5 GiB)
+and what fragmentation costs.
 """
 
 from collections.abc import Callable
@@ -86,7 +86,7 @@ def activation_bytes(config: RunConfig) -> float:
 
         for block in model.blocks:
             if isinstance(block.mixer, RecurrentMixer):
-                block.mixer.operator = _as_kernel  # type: ignore[method-assign]
+                block.mixer.operator = _as_kernel
         tokens = torch.zeros(B, T, dtype=torch.int64)
         # One chunk: fake tensors cost nothing.
         loss = SummedLoss(model, torch.device("cpu"), config.parallel.precision, 0.0, B * T)

@@ -7,7 +7,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from data_prep.shards import Manifest, ShardWriter, SplitFacts
+from pretrain.distributed import World, start_world, stop_world
 
 ROW_TOKENS = 64
 VOCAB_SIZE = 64
@@ -68,6 +69,17 @@ class Finished:
     exit_codes: list[int]
     output: str
     """Of rank 0."""
+
+
+@pytest.fixture(scope="package")
+def world() -> Iterator[World]:
+    """This process as the only rank; one for all modules, since DeepSpeed remembers its groups."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            patch.delenv(name, raising=False)
+        world = start_world()
+        yield world
+        stop_world(world)
 
 
 @pytest.fixture(scope="session")

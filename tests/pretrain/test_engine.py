@@ -1,6 +1,6 @@
 """DeepSpeed as it is used: equal numbers for every split of the work, fp32 where promised."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from models.language_model import LanguageModel
 from models.parameter_groups import decays
 from pretrain.config import RunConfig
 from pretrain.data import TrainingRows, training_batches
-from pretrain.distributed import World, start_world, stop_world
+from pretrain.distributed import World
 from pretrain.engine import Engine, deepspeed_settings
 from pretrain.health import Health
 from pretrain.optimizer import build_optimizer
@@ -22,16 +22,6 @@ from pretrain.sections import OptimizerConfig
 
 ReadLog = Callable[[Path], list[dict[str, float]]]
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-            patch.delenv(name, raising=False)
-        world = start_world()
-        yield world
-        stop_world(world)
 
 
 def one_update(settings: dict[str, Any], world: World) -> tuple[Engine, Any]:

@@ -1,6 +1,5 @@
 """Settings that trade memory for time change nothing but rounding; Muon; batch stages."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +14,11 @@ from models.parameter_groups import is_hidden_matrix
 from pretrain.batch_plan import BatchPlan
 from pretrain.config import RunConfig, check_data, load_config
 from pretrain.data import TrainingRows, training_batches
-from pretrain.distributed import World, start_world, stop_world
+from pretrain.distributed import World
 from pretrain.engine import Engine
 from pretrain.health import Health
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-            patch.delenv(name, raising=False)
-        world = start_world()
-        yield world
-        stop_world(world)
 
 
 def train(settings: dict[str, Any], world: World, updates: int = 3) -> tuple[Engine, list[float]]:
