@@ -1,52 +1,77 @@
-"""Command line of data preparation: tokenizer, pack, synth, inspect."""
+"""Command line of data preparation: tokenizer, pack, synth, inspect, verify, bench."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import typer
+from pydantic import ValidationError
 from rich.console import Console
+from typer.core import TyperGroup
 
+from data_prep.bench import bench
 from data_prep.dataset_folder import write_atomically
-from data_prep.inspection import inspect
+from data_prep.formats import Document, Reading, Unreadable
+from data_prep.inspection import inspect, reconciliation
 from data_prep.mqar import MqarTask
-from data_prep.prepare import PackRequest, check_fraction, prepare
-from data_prep.progress import byte_progress
-from data_prep.shards import Manifest
+from data_prep.prepare import prepare
+from data_prep.progress import stage
+from data_prep.recipe import Order, PackRequest, Source, check_fraction, load_recipe, one_line
+from data_prep.shards import Manifest, Rows, read_manifest
 from data_prep.sources import (
+    STDIN_INPUT,
     UNIT_BYTES,
-    Document,
+    Unit,
     held_out,
     list_files,
     make_units,
     read_documents,
     sample_units,
-    unit_size,
+    spool_stdin,
 )
 from data_prep.synth import write_mqar
-from data_prep.tokenizer import SAMPLE_BYTES, Tokenizer, train_tokenizer
+from data_prep.tokenizer import SAMPLE_BYTES, ModelType, Tokenizer, train_tokenizer
 
 # How much more text than the sample a tokenizer reads of a large corpus to draw the sample from.
 READ_FACTOR = 4
+EVAL_BYTES = 64 << 20
 INTERRUPTED = 130  # what typer turns Ctrl-C into
 
+
+class TrainByDefault(TyperGroup):
+    """`tokenizer INPUT...` is `tokenizer train INPUT...`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and args[0] != "--help":
+            args = ["train", *args]
+        return super().parse_args(ctx, args)
+
+
 app = typer.Typer(add_completion=False, help=__doc__)
+tokenizer = typer.Typer(
+    cls=TrainByDefault, help="Train a tokenizer (`tokenizer INPUT...`), or evaluate one."
+)
+app.add_typer(tokenizer, name="tokenizer")
 synth = typer.Typer(help="Write a synthetic task as a data set.")
 app.add_typer(synth, name="synth")
 
-Inputs = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="INPUT",
-        help='Text or JSONL files (.gz, .xz, .bz2 too), folders, or "stdlib": the source of '
-        "Python's own standard library.",
-    ),
-]
+INPUT_HELP = (
+    "Text, JSONL or parquet files, plain or .gz, .zst, .xz, .bz2; folders, globs, URLs that fsspec "
+    'opens, hf:NAME of the Hugging Face hub, "-" for JSON lines from standard input, or "stdlib": '
+    "the source of Python's own standard library."
+)
+Inputs = Annotated[list[str], typer.Argument(metavar="INPUT", help=INPUT_HELP)]
 Include = Annotated[
     list[str], typer.Option(help='File names to take inside folders, such as "*.py"; repeatable.')
+]
+TextField = Annotated[str, typer.Option(help="Field or column that holds the text.")]
+IdField = Annotated[
+    str | None, typer.Option(help="Field that names a document; default: its file and position.")
 ]
 Fraction = Annotated[
     float, typer.Option(help="Share of documents held out for validation, chosen by name and seed.")
@@ -55,15 +80,23 @@ Seed = Annotated[int, typer.Option(help="Seed of every random choice.")]
 DatasetOutput = Annotated[Path, typer.Option(help="Folder of the new data set.")]
 
 
-@app.command()
-def tokenizer(
+@tokenizer.command(name="train")
+def train_command(
     inputs: Inputs,
     output: Annotated[Path, typer.Option(help="The .model file to write.")],
     vocab_size: Annotated[int, typer.Option(help="Pieces, 256 bytes and specials included.")],
+    model_type: Annotated[ModelType, typer.Option(help="Kind of vocabulary.")] = "bpe",
     validation_fraction: Fraction = 0.0,
     include: Include = [],  # noqa: B006 (typer's way to an empty default)
+    text_field: TextField = "text",
+    id_field: IdField = None,
     sample_bytes: Annotated[
-        int, typer.Option(min=1, help="Most text to train on; a sample is drawn from more.")
+        int,
+        typer.Option(
+            min=1,
+            help="Most text to train on; a sample is drawn from more. Bounds memory: about 10 "
+            "times this for bpe, 25 times for unigram.",
+        ),
     ] = SAMPLE_BYTES,
     seed: Seed = 0,
 ) -> None:
@@ -73,20 +106,13 @@ def tokenizer(
     trained on here.
     """
     check_fraction(validation_fraction)
-    files = list_files(inputs, include)
-    units = sample_units(make_units(files, UNIT_BYTES), READ_FACTOR * sample_bytes, seed)
-    with byte_progress("reading", sum(map(unit_size, units))) as advance:
-
-        def texts() -> Iterator[str]:
-            for unit in units:
-                for document in read_documents(unit):
-                    if isinstance(document, Document) and not held_out(
-                        document.name, validation_fraction, seed
-                    ):
-                        yield document.text
-                advance(unit_size(unit))
-
-        model = train_tokenizer(texts(), vocab_size, sample_bytes=sample_bytes, seed=seed)
+    with tempfile.TemporaryDirectory() as folder:
+        units = _units(inputs, include, Reading(text_field, id_field), Path(folder))
+        units = sample_units(units, READ_FACTOR * sample_bytes, seed)
+        texts = _texts(units, "reading", lambda name: not held_out(name, validation_fraction, seed))
+        model = train_tokenizer(
+            texts, vocab_size, model_type=model_type, sample_bytes=sample_bytes, seed=seed
+        )
     trained = Tokenizer(model, origin=str(output))
     if output.exists() and (not output.is_file() or output.read_bytes() != model):
         raise ValueError(
@@ -98,36 +124,156 @@ def tokenizer(
     print(f"{output}: {trained.vocab_size} pieces, sha256 {trained.sha256}")
 
 
+@tokenizer.command(name="eval")
+def eval_command(
+    model: Annotated[Path, typer.Argument(help="The .model file.")],
+    inputs: Inputs,
+    include: Include = [],  # noqa: B006
+    text_field: TextField = "text",
+    id_field: IdField = None,
+    validation_fraction: Annotated[
+        float, typer.Option(help="Of the training; only what it held out is read. 0: everything.")
+    ] = 0.0,
+    max_bytes: Annotated[
+        int, typer.Option(min=1, help="Most to read; a sample is drawn from more.")
+    ] = EVAL_BYTES,
+    seed: Seed = 0,
+) -> None:
+    """Report bytes per token on held-out text, and that the text comes back exactly."""
+    check_fraction(validation_fraction)
+    chosen = Tokenizer.load(model)
+    text_bytes = tokens = fallback = documents = 0
+    byte_ids = {i for i in range(chosen.vocab_size) if chosen.is_byte(i)}
+    with tempfile.TemporaryDirectory() as folder:
+        units = _units(inputs, include, Reading(text_field, id_field), Path(folder))
+        units = sample_units(units, max_bytes, seed)
+
+        def wanted(name: str) -> bool:
+            return not validation_fraction or held_out(name, validation_fraction, seed)
+
+        for text in _texts(units, "encoding", wanted):
+            ids = chosen.encode(text)
+            if chosen.decode(ids) != text:
+                raise RuntimeError(f"{model} does not give back the text that begins {text[:40]!r}")
+            documents += 1
+            text_bytes += len(text.encode("utf-8"))
+            tokens += len(ids)
+            fallback += sum(i in byte_ids for i in ids)
+    if not tokens:
+        raise ValueError("no text to evaluate on: got no readable document; check the inputs")
+    print(
+        f"{model}: {text_bytes / tokens:.4f} bytes/token, {tokens} tokens, {text_bytes} bytes, "
+        f"{documents} documents; {fallback / tokens:.3%} of tokens are single bytes; every text "
+        f"came back exactly; sha256 {chosen.sha256}"
+    )
+
+
 @app.command()
 def pack(
-    inputs: Inputs,
     tokenizer: Annotated[Path, typer.Option(help="The .model file.")],
     output: DatasetOutput,
     row_tokens: Annotated[int, typer.Option(help="Tokens in a row.")],
+    inputs: Annotated[list[str] | None, typer.Argument(metavar="INPUT", help=INPUT_HELP)] = None,
+    recipe: Annotated[
+        Path | None,
+        typer.Option(help="YAML file of several sources with weights, in place of INPUT."),
+    ] = None,
     validation: Annotated[
         list[str], typer.Option(help="Input for the validation split; repeatable.")
     ] = [],  # noqa: B006
     validation_fraction: Fraction = 0.0,
     include: Include = [],  # noqa: B006
+    text_field: TextField = "text",
+    id_field: IdField = None,
+    min_tokens: Annotated[
+        int | None, typer.Option(help="Shorter documents are skipped (bos and eos count).")
+    ] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Longer documents are skipped.")] = None,
+    length_weight: Annotated[
+        list[str],
+        typer.Option(
+            metavar="TOKENS:WEIGHT",
+            help="Use documents of at least TOKENS tokens WEIGHT times (0.5: half of them); "
+            "repeatable, the largest TOKENS that fits counts.",
+        ),
+    ] = [],  # noqa: B006
+    order: Annotated[
+        Order, typer.Option(help="Of documents in the rows; longest-first is for a curriculum.")
+    ] = "corpus",
+    keep_duplicates: Annotated[
+        bool, typer.Option("--keep-duplicates", help="Write documents of equal content each time.")
+    ] = False,
+    near_duplicates: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SIMILARITY",
+            help="Skip documents that share this much of their word 5-grams (Jaccard, such as "
+            "0.8) with an earlier one. Needs the extra near-duplicates.",
+        ),
+    ] = None,
+    exclude_overlap: Annotated[
+        list[str],
+        typer.Option(help="Evaluation texts that training must not have seen; repeatable."),
+    ] = [],  # noqa: B006
+    overlap_words: Annotated[
+        int, typer.Option(help="Words in a row that count as an overlap.")
+    ] = 13,
+    overlap: Annotated[
+        Literal["drop", "report"], typer.Option(help="What to do with such documents.")
+    ] = "drop",
     seed: Seed = 0,
     workers: Annotated[
         int | None,
         typer.Option(
-            help="Processes that tokenise; more than one run as Ray tasks. "
-            "Default: one a processor if there is enough to do."
+            help="Processes; more than one run as Ray tasks. Default: one a processor if there is "
+            "enough to do, or all of a cluster's."
         ),
+    ] = None,
+    address: Annotated[
+        str | None,
+        typer.Option(help="HOST:PORT of a running Ray cluster (or auto) to work on."),
     ] = None,
 ) -> None:
     """Tokenise documents and pack them into rows; the same command goes on after a kill."""
-    request = PackRequest(
-        inputs=tuple(inputs),
-        row_tokens=row_tokens,
-        validation_inputs=tuple(validation),
-        validation_fraction=validation_fraction,
-        include=tuple(include),
-        seed=seed,
-    )
-    _report(output, *prepare(request, Tokenizer.load(tokenizer), output, workers))
+    if (recipe is None) == (not inputs):
+        raise ValueError("what to pack is unclear: expected INPUT... or --recipe FILE, one of them")
+    if recipe is not None:
+        if validation or include or text_field != "text" or id_field:
+            raise ValueError(
+                "--validation, --include, --text-field and --id-field act on INPUT only: got them "
+                "with --recipe; write them into the recipe"
+            )
+        sources = load_recipe(recipe)
+    else:
+        fields: dict[str, Any] = {
+            "include": tuple(include),
+            "text_field": text_field,
+            "id_field": id_field,
+        }
+        sources = (Source(inputs=tuple(inputs or ()), **fields),)
+        if validation:
+            sources += (Source(inputs=tuple(validation), split="validation", **fields),)
+    try:
+        request = PackRequest(
+            sources=sources,
+            row_tokens=row_tokens,
+            validation_fraction=validation_fraction,
+            seed=seed,
+            min_tokens=min_tokens,
+            max_tokens=max_tokens,
+            length_weights=tuple(map(_length_weight, length_weight)),
+            order=order,
+            keep_duplicates=keep_duplicates,
+            near_duplicates=near_duplicates,
+            exclude_overlap=tuple(exclude_overlap),
+            overlap_words=overlap_words,
+            overlap=overlap,
+            recipe=str(recipe) if recipe is not None else None,
+        )
+    except ValidationError as error:
+        raise ValueError(one_line(error)) from None
+    manifest, made = prepare(request, Tokenizer.load(tokenizer), output, workers, address)
+    _report(output, manifest, made)
 
 
 @synth.command()
@@ -163,10 +309,89 @@ def inspect_command(
     dataset: Annotated[Path, typer.Argument(help="Folder of a data set.")],
     split: Annotated[str, typer.Option(help="Split to read samples and lengths from.")] = "train",
     samples: Annotated[int, typer.Option(min=0, help="Rows to show.")] = 2,
-    scan_rows: Annotated[int, typer.Option(min=1, help="Rows that the histogram covers.")] = 1000,
+    at_least: Annotated[
+        list[int],
+        typer.Option(
+            help="Count the rows that have a document of at least so many tokens; repeatable. "
+            "Default: powers of two."
+        ),
+    ] = [],  # noqa: B006
 ) -> None:
     """Show what a data set holds: counts, document lengths, decoded samples."""
-    inspect(dataset, Console(), split=split, samples=samples, scan_rows=scan_rows)
+    inspect(dataset, Console(), split=split, samples=samples, at_least=at_least)
+
+
+@app.command()
+def verify(
+    dataset: Annotated[Path, typer.Argument(help="Folder of a data set.")],
+) -> None:
+    """Read every file of a data set and hold it against its hash."""
+    manifest = read_manifest(dataset)
+    problems = [problem for split in manifest.splits for problem in Rows(dataset, split).problems()]
+    for problem in problems:
+        print(f"error: {problem}", file=sys.stderr)
+    if problems:
+        raise typer.Exit(1)
+    print(f"{dataset}: every file is what was written")
+
+
+@app.command(name="bench")
+def bench_command(
+    dataset: Annotated[Path, typer.Argument(help="Folder of a data set.")],
+    seq_len: Annotated[
+        int | None, typer.Option(help="Tokens of a training row. Default: row_tokens.")
+    ] = None,
+    split: Annotated[str, typer.Option(help="Split to read.")] = "train",
+    threads: Annotated[int, typer.Option(min=1, help="Threads that read and decode.")] = 2,
+    batch_rows: Annotated[int, typer.Option(min=1, help="Rows stacked into one array.")] = 8,
+    seconds: Annotated[float, typer.Option(min=0.1, help="How long to read.")] = 5.0,
+) -> None:
+    """Measure how fast training rows are read, decoded and stacked, in shuffled order."""
+    print(
+        bench(
+            dataset,
+            split,
+            seq_len=seq_len,
+            threads=threads,
+            batch_rows=batch_rows,
+            seconds=seconds,
+        )
+    )
+
+
+def _length_weight(typed: str) -> tuple[int, float]:
+    tokens, _, weight = typed.partition(":")
+    try:
+        return int(tokens), float(weight)
+    except ValueError:
+        raise ValueError(
+            f"length-weight is not understood: got {typed}; expected TOKENS:WEIGHT, such as 32768:2"
+        ) from None
+
+
+def _units(
+    inputs: Sequence[str], include: Sequence[str], reading: Reading, folder: Path
+) -> list[Unit]:
+    """The units of all inputs; standard input goes to a file in `folder`."""
+    files = [name for name in inputs if name != STDIN_INPUT]
+    found = list_files(files, include) if files else []
+    if len(files) < len(inputs):
+        found.append(spool_stdin(folder / "stdin.jsonl"))
+    return make_units(found, UNIT_BYTES, reading)
+
+
+def _texts(units: Sequence[Unit], label: str, wanted: Callable[[str], bool]) -> Iterator[str]:
+    """Texts of the wanted documents; a long one in parts, as if each were a document."""
+    with stage(label, sum(unit.size for unit in units)) as progress:
+        for unit in units:
+            documents = 0
+            for document in read_documents(unit):
+                # A long document may be named at its end only; its first name decides here.
+                if isinstance(document, Document) and wanted(document.name):
+                    documents += 1
+                    with suppress(Unreadable):
+                        yield from document.parts
+            progress.advance(unit.size, documents)
 
 
 def _report(output: Path, manifest: Manifest, made: bool) -> None:
@@ -175,8 +400,8 @@ def _report(output: Path, manifest: Manifest, made: bool) -> None:
         for name, facts in manifest.splits.items()
     )
     print(f"{output}: {splits}{'' if made else '; was complete already, nothing done'}")
-    for reason, entry in manifest.skipped.items():
-        print(f"  skipped {entry.count}, {reason}: {', '.join(entry.examples)}")
+    for line in reconciliation(manifest):
+        print(line)
 
 
 def main() -> int:
@@ -184,7 +409,8 @@ def main() -> int:
     try:
         status = app(standalone_mode=False) or 0
     except (ValueError, FileNotFoundError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
         return 2
     except (OSError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,27 +10,36 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from data_prep.lengths import histogram
 from data_prep.shards import IGNORED_LABEL, Manifest, Row, Rows, read_manifest, read_tokenizer
 from data_prep.tokenizer import Tokenizer
 
-BAR_WIDTH = 40
 SAMPLE_TOKENS = 96
 
 
-def inspect(dataset: Path, console: Console, *, split: str, samples: int, scan_rows: int) -> None:
-    """Print the data set's facts, a histogram over its first rows and decoded samples.
+def inspect(
+    dataset: Path, console: Console, *, split: str, samples: int, at_least: Sequence[int]
+) -> None:
+    """Print the data set's facts, the lengths of its documents and decoded samples.
 
     Raises FileNotFoundError or ValueError if it, or a shard that is read, is not what was written.
     """
     manifest = read_manifest(dataset)
     rows = Rows(dataset, split)
     _print_counts(dataset, manifest, console)
+    for line in reconciliation(manifest):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     tokenizer = read_tokenizer(dataset) if manifest.tokenizer_sha256 else None
     if tokenizer is not None:
-        scanned = min(len(rows), scan_rows)
-        lengths = document_lengths((rows[i] for i in range(scanned)), tokenizer)
-        console.print(f"\ndocument length in tokens, first {scanned} rows of {split}")
-        for line in histogram(lengths):
+        console.print(f"tokenizer sha256 {tokenizer.sha256}", soft_wrap=True)
+    facts = manifest.splits[split]
+    if facts.length_documents:
+        console.print(f"\ndocument length in tokens, bos and eos included, {split}")
+        for line in histogram(facts.length_documents, facts.length_tokens):
+            console.print(line, markup=False, highlight=False)
+    if (lengths := rows.row_lengths()) is not None:
+        console.print(f"\nrows of {split} with a part of a document of at least so many tokens")
+        for line in rows_by_length(lengths, at_least):
             console.print(line, markup=False, highlight=False)
     for index in np.linspace(0, len(rows) - 1, min(samples, len(rows)), dtype=int):
         console.print(f"\n[bold]{split} row {index}[/bold]", highlight=False)
@@ -42,33 +51,35 @@ def inspect(dataset: Path, console: Console, *, split: str, samples: int, scan_r
         console.print(escape(line), highlight=False, soft_wrap=True)
 
 
-def document_lengths(rows: Iterable[Row], tokenizer: Tokenizer) -> np.ndarray:
-    """Tokens, bos and eos included, of each document that is whole in these consecutive rows.
+def reconciliation(manifest: Manifest) -> list[str]:
+    """Documents in = written + skipped, each reason with examples; what sources and weights did."""
+    written = sum(facts.documents for facts in manifest.splits.values())
+    skipped = sum(entry.count for entry in manifest.skipped.values())
+    lines = [f"documents: {manifest.documents_in} in = {written} written + {skipped} skipped"]
+    for reason, entry in manifest.skipped.items():
+        lines.append(f"  skipped {entry.count}, {reason}: {', '.join(entry.examples)}")
+    for reason, entry in manifest.overlapping.items():
+        lines.append(f"  written though it {reason}, {entry.count}: {', '.join(entry.examples)}")
+    if repeats := sum(facts.repeats for facts in manifest.splits.values()):
+        lines.append(f"  written again by weight: {repeats}")
+    if len(manifest.sources) > 1:
+        total = max(sum(source.tokens for source in manifest.sources), 1)
+        lines += [
+            f"  source {source.name}: {source.documents} documents, {source.tokens} tokens = "
+            f"{source.tokens / total:.2%}, each used {source.rate:.3g} times"
+            for source in manifest.sources
+        ]
+    return lines
 
-    The first row must begin with a document, as row 0 does.
-    """
-    stream = np.concatenate([row.tokens for row in rows])
-    begins = np.flatnonzero(stream == tokenizer.bos_id)
-    ends = np.flatnonzero(stream == tokenizer.eos_id)
-    complete = min(len(begins), len(ends))
-    return ends[:complete] - begins[:complete] + 1
 
-
-def histogram(lengths: np.ndarray) -> list[str]:
-    """One line per power of two: range, count, bar."""
-    if not len(lengths):
-        return ["  no complete document in these rows"]
-    buckets = np.floor(np.log2(lengths)).astype(int)
-    counts = np.bincount(buckets)
-    first = int(buckets.min())
+def rows_by_length(row_lengths: np.ndarray, at_least: Sequence[int]) -> list[str]:
+    """One line a length: rows, share."""
+    most = int(row_lengths.max(initial=1))
+    wanted = list(at_least) or [1 << n for n in range(most.bit_length())]
     lines = []
-    for bucket in range(first, len(counts)):
-        bar = "#" * int(np.ceil(BAR_WIDTH * counts[bucket] / counts.max()))
-        lines.append(f"{1 << bucket:>9} to {(2 << bucket) - 1:<9} {counts[bucket]:>9}  {bar}")
-    lines.append(
-        f"  {len(lengths)} documents, median {int(np.median(lengths))}, "
-        f"mean {lengths.mean():.0f}, longest {lengths.max()}"
-    )
+    for tokens in wanted:
+        count = int((row_lengths >= tokens).sum())
+        lines.append(f"{tokens:>12,}  {count:>10,}  {count / len(row_lengths):>7.1%}")
     return lines
 
 
@@ -90,19 +101,6 @@ def _print_counts(dataset: Path, manifest: Manifest, console: Console) -> None:
             f"{sum(facts.dropped_tokens.values()):,}",
         )
     console.print(table)
-    written = sum(facts.documents for facts in manifest.splits.values())
-    skipped = sum(entry.count for entry in manifest.skipped.values())
-    console.print(
-        f"documents: {manifest.documents_in} in = {written} written + {skipped} skipped",
-        soft_wrap=True,
-    )
-    for reason, entry in manifest.skipped.items():
-        names = ", ".join(entry.examples)
-        console.print(
-            f"  {entry.count} {reason}: {names}", markup=False, highlight=False, soft_wrap=True
-        )
-    if manifest.tokenizer_sha256:
-        console.print(f"tokenizer sha256 {manifest.tokenizer_sha256}", soft_wrap=True)
 
 
 def _text_sample(row: Row, tokenizer: Tokenizer) -> str:

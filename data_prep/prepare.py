@@ -1,299 +1,398 @@
 """The pack command: corpora and a tokenizer in, a data set of packed rows out.
 
-Tokenising runs in parallel, one unit of documents a task, and leaves one file a unit; packing then
-reads these files in order in this process. So the data set is the same to the byte for any number
-of workers, memory holds a few units, and a run that was killed keeps the units it has done. The
-unit files need about as much disk as the finished shards, until these are complete.
+    tokenise   one task a unit of documents -> two files each               (unit_files.py)
+    select     duplicates out, weights -> copies of every document          (selection.py)
+    lay out    the chosen documents end to end -> the rows of every shard   (pack.py)
+    pack       one task a shard -> the shard                                (shard_files.py)
+    publish    index, manifest
+
+Every task leaves files that depend on the corpus and the settings alone. So the data set is the
+same to the byte for any number of workers, and a run that was killed keeps the tasks it has done.
+The unit files need about as much disk as the finished shards, until these are complete.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
-import io
 import json
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from data_prep.dataset_folder import (
+    WORK_FOLDER,
     building,
     finished,
     publish,
     remove,
     write_atomically,
 )
-from data_prep.pack import pack
-from data_prep.parallel import default_workers, run_tasks
-from data_prep.progress import byte_progress
+from data_prep.formats import Segment
+from data_prep.lengths import length_counts, write_length_plot
+from data_prep.near_duplicates import require_datasketch
+from data_prep.overlap import EvaluationTexts
+from data_prep.pack import Run, lay_out, names_from
+from data_prep.parallel import Pool
+from data_prep.progress import stage
+from data_prep.recipe import PackRequest
+from data_prep.selection import Selection, select
+from data_prep.shard_files import ShardJob, ShardTools, write_index, write_shard
 from data_prep.shards import (
+    INDEX_NAME,
+    ROW_LENGTHS_NAME,
+    SHARD_BYTES,
     Manifest,
     SettingValue,
-    ShardWriter,
     SkippedDocuments,
+    SourceFacts,
     SplitFacts,
     token_dtype,
 )
 from data_prep.sources import (
+    STDIN_INPUT,
     UNIT_BYTES,
-    Segment,
-    Skipped,
-    Unit,
-    held_out,
     list_files,
     make_units,
-    read_documents,
-    unit_size,
+    spool_stdin,
 )
 from data_prep.tokenizer import Tokenizer
+from data_prep.unit_files import (
+    TRAIN,
+    VALIDATION,
+    Reasons,
+    Tools,
+    UnitJob,
+    UnitTable,
+    tokenise_unit,
+)
 
 KIND = "text"
-NAMED_EXAMPLES = 5
 TAIL_REASON = "begins in the dropped tail"
+STDIN_NAME = "stdin.jsonl"
+LENGTH_PLOT_NAME = "lengths.png"
 
 
-@dataclass(frozen=True, kw_only=True)
-class PackRequest:
-    """What to pack; checked when made. Sizes in tokens, fraction of documents."""
+@dataclass(frozen=True)
+class _Corpus:
+    """The files of each source of a request."""
 
-    inputs: tuple[str, ...]
-    row_tokens: int
-    validation_inputs: tuple[str, ...] = ()
-    validation_fraction: float = 0.0
-    include: tuple[str, ...] = ()
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.row_tokens < 2:
-            raise ValueError(f"row-tokens is too small: got {self.row_tokens}; expected at least 2")
-        check_fraction(self.validation_fraction)
-        if self.validation_inputs and self.validation_fraction:
-            raise ValueError(
-                "validation is given twice: got --validation and --validation-fraction; expected "
-                "one of them; leave one out"
-            )
-
-
-@dataclass
-class _Tally:
-    """Counts that the manifest reports."""
-
-    documents_in: int = 0
-    skipped: dict[str, SkippedDocuments] = field(default_factory=dict)
-
-    def skip(self, reason: str, name: str) -> None:
-        before = self.skipped.get(reason, SkippedDocuments(count=0, examples=[]))
-        named = name.encode("utf-8", "backslashreplace").decode("utf-8")
-        examples = (before.examples + [named])[:NAMED_EXAMPLES]
-        self.skipped[reason] = SkippedDocuments(count=before.count + 1, examples=examples)
-
-
-def check_fraction(fraction: float) -> None:
-    """Raise ValueError unless 0 <= fraction < 1."""
-    if not 0 <= fraction < 1:
-        raise ValueError(
-            f"validation-fraction is out of range: got {fraction}; expected 0 <= fraction < 1"
-        )
+    files: list[list[Segment]]
+    stdin: Path | None  # where standard input was read to
 
 
 def prepare(
-    request: PackRequest, tokenizer: Tokenizer, output: Path, workers: int | None = None
+    request: PackRequest,
+    tokenizer: Tokenizer,
+    output: Path,
+    workers: int | None = None,
+    address: str | None = None,
 ) -> tuple[Manifest, bool]:
     """Make the data set at `output` unless it is there already; returns (manifest, made now).
 
-    workers: processes that tokenise; None decides by the amount of work. Raises ValueError or
-    FileNotFoundError in one line for anything wrong with the request, the corpus or the output.
+    workers: processes; None decides by the amount of work. address: of a Ray cluster to work on.
+    Raises ValueError or FileNotFoundError in one line for anything wrong with the request, the
+    corpus or the output; OSError where the output cannot be written, and the same call goes on.
     """
-    if workers is not None and workers < 1:
-        raise ValueError(f"workers is too small: got {workers}; expected at least 1")
-    train_files = list_files(request.inputs, request.include)
-    validation_files = (
-        list_files(request.validation_inputs, request.include) if request.validation_inputs else []
-    )
-    _refuse_overlap(train_files, validation_files)
-    settings: dict[str, SettingValue] = {
+    if request.near_duplicates is not None:
+        require_datasketch()
+    corpus = _list(request, output)
+    texts = None
+    if request.exclude_overlap:
+        texts = EvaluationTexts(request.exclude_overlap, request.overlap_words)
+        if texts.short:
+            print(
+                f"warning: {len(texts.short)} evaluation texts are shorter than "
+                f"{request.overlap_words} words and cannot be looked for, such as {texts.short[0]}",
+                file=sys.stderr,
+            )
+    settings = _settings(request, tokenizer, corpus, texts)
+    try:
+        if (manifest := finished(output, KIND, settings)) is not None:
+            return manifest, False
+        with building(output) as work, Pool(workers, address) as pool:
+            if corpus.stdin is not None:
+                os.replace(corpus.stdin, work / STDIN_NAME)
+            tools = Tools(
+                tokenizer, texts, request.overlap == "drop", request.near_duplicates is not None
+            )
+            jobs = _unit_jobs(request, corpus)
+            tables = _tokenise(jobs, tools, work / "units", pool)
+            manifest = _pack(request, tokenizer, settings, jobs, tables, work, pool)
+            write_length_plot(manifest, output / LENGTH_PLOT_NAME)
+            publish(output, manifest, tokenizer.model)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise OSError(
+            f"{output} cannot be written: {error.strerror} (at {error.filename or output}); "
+            "nothing done so far is lost; make room and run the same command again"
+        ) from None
+    finally:
+        if corpus.stdin is not None:
+            corpus.stdin.unlink(missing_ok=True)
+    return manifest, True
+
+
+def _list(request: PackRequest, output: Path) -> _Corpus:
+    """The files of all sources. Standard input is read here, once, to a file beside the output."""
+    dashes = [
+        typed for source in request.sources for typed in source.inputs if typed == STDIN_INPUT
+    ]
+    if len(dashes) > 1:
+        raise ValueError("standard input is given twice: got - and -; expected it once")
+    spool = None
+    if dashes:
+        output.absolute().parent.mkdir(parents=True, exist_ok=True)
+        spool = output.absolute().with_name(f".{output.name}.{os.getpid()}.stdin")
+        read = replace(spool_stdin(spool), path=str(output / WORK_FOLDER / STDIN_NAME))
+    files = []
+    for source in request.sources:
+        typed = [name for name in source.inputs if name != STDIN_INPUT]
+        found = list_files(typed, source.include) if typed else []
+        if len(typed) < len(source.inputs):
+            found.append(read)
+        files.append(found)
+    _refuse_shared_files(request, files)
+    return _Corpus(files, spool)
+
+
+def _refuse_shared_files(request: PackRequest, files: Sequence[Sequence[Segment]]) -> None:
+    owners: dict[str, int] = {}
+    for n, segments in enumerate(files):
+        for segment in segments:
+            path = os.path.realpath(segment.path) if segment.kind != "huggingface" else segment.path
+            other = owners.setdefault(path, n)
+            if other == n:
+                continue
+            if request.sources[other].split != request.sources[n].split:
+                raise ValueError(
+                    f"a file is in both splits: got {segment.path} in the inputs and in "
+                    "--validation; expected separate files; move it, or use --validation-fraction"
+                )
+            raise ValueError(
+                f"a file is in two sources: got {segment.path} in {request.sources[other].name} "
+                f"and in {request.sources[n].name}; expected it in one; leave it out of the other"
+            )
+
+
+def _settings(
+    request: PackRequest, tokenizer: Tokenizer, corpus: _Corpus, texts: EvaluationTexts | None
+) -> dict[str, SettingValue]:
+    """What decides the rows; contents of files are not read for it."""
+    sources = [
+        [source.model_dump(mode="json", exclude={"inputs", "include"})]
+        + [[file.name, file.file_bytes] for file in files]
+        for source, files in zip(request.sources, corpus.files, strict=True)
+    ]
+    weights = ",".join(f"{tokens}:{weight:g}" for tokens, weight in request.length_weights)
+    return {
         "tokenizer_sha256": tokenizer.sha256,
         "row_tokens": request.row_tokens,
         "validation_fraction": request.validation_fraction,
         "seed": request.seed,
-        "inputs_sha256": _fingerprint(train_files),
-        "validation_inputs_sha256": _fingerprint(validation_files),
+        "min_tokens": request.min_tokens,
+        "max_tokens": request.max_tokens,
+        "length_weights": weights,
+        "order": request.order,
+        "keep_duplicates": request.keep_duplicates,
+        "near_duplicates": request.near_duplicates,
+        "exclude_overlap_sha256": texts.sha256 if texts is not None else None,
+        "overlap_words": request.overlap_words if texts is not None else None,
+        "overlap": request.overlap if texts is not None else None,
+        "inputs_sha256": hashlib.sha256(json.dumps(sources).encode()).hexdigest(),
     }
-    if (manifest := finished(output, KIND, settings)) is not None:
-        return manifest, False
-    with building(output) as work:
-        jobs = [
-            (unit, request.validation_fraction, request.seed)
-            for unit in make_units(train_files, UNIT_BYTES)
-        ] + [(unit, 1.0, request.seed) for unit in make_units(validation_files, UNIT_BYTES)]
-        unit_files = _tokenise(jobs, tokenizer, work / "units", workers)
-        manifest = _write_splits(request, tokenizer, settings, unit_files, work)
-        publish(output, manifest, tokenizer.model)
-    return manifest, True
 
 
-def tokenise_unit(tokenizer: Tokenizer, unit: Unit, fraction: float, seed: int, path: str) -> None:
-    """Write the documents of a unit as arrays: per split all tokens and each document's length.
-
-    fraction of the documents go to validation, by name; the rest to train.
-    """
-    dtype = np.dtype(token_dtype(tokenizer.vocab_size))
-    tokens: dict[str, list[np.ndarray]] = {"train": [], "validation": []}
-    names: dict[str, list[str]] = {"train": [], "validation": []}
-    skipped: list[tuple[str, str]] = []
-    for document in read_documents(unit):
-        if isinstance(document, Skipped):
-            skipped.append((document.reason, document.name))
-            continue
-        split = "validation" if held_out(document.name, fraction, seed) else "train"
-        tokens[split].append(tokenizer.encode_array(document.text, dtype))
-        names[split].append(document.name)
-    record = json.dumps({"names": names, "skipped": skipped}).encode()
-    arrays: dict[str, Any] = {"record": np.frombuffer(record, np.uint8)}
-    for split, documents in tokens.items():
-        arrays[f"{split}_tokens"] = np.concatenate([np.empty(0, dtype), *documents])
-        arrays[f"{split}_lengths"] = np.array([len(d) for d in documents], np.int64)
-    buffer = io.BytesIO()
-    np.savez(buffer, **arrays)
-    write_atomically(Path(path), buffer.getvalue())
+def _unit_jobs(request: PackRequest, corpus: _Corpus) -> list[UnitJob]:
+    """The units of the training sources, then those of validation, without their paths."""
+    jobs = []
+    by_split = sorted(enumerate(request.sources), key=lambda pair: pair[1].split != "train")
+    for n, source in by_split:
+        fraction = request.validation_fraction if source.split == "train" else 1.0
+        for unit in make_units(corpus.files[n], UNIT_BYTES, source.reading):
+            jobs.append(
+                UnitJob(unit, n, fraction, request.seed, request.min_tokens, request.max_tokens)
+            )
+    return jobs
 
 
-def _tokenise(
-    jobs: Sequence[tuple[Unit, float, int]], tokenizer: Tokenizer, folder: Path, workers: int | None
-) -> list[Path]:
-    """The unit files, in order; those that a killed run finished are not made again."""
+def _tokenise(jobs: Sequence[UnitJob], tools: Tools, folder: Path, pool: Pool) -> list[UnitTable]:
+    """The units' tables, in order; those that a killed run finished are not made again."""
     folder.mkdir(exist_ok=True)
+    texts = (tools.texts.sha256, tools.texts.words, tools.drop_overlaps) if tools.texts else None
     paths = []
     for n, job in enumerate(jobs):
-        key = hashlib.sha256(repr((tokenizer.sha256, job)).encode("utf-8", "surrogateescape"))
-        paths.append(folder / f"{n:06d}-{key.hexdigest()[:16]}.npz")
-    for stale in set(folder.iterdir()) - set(paths):
+        what = repr((tools.tokenizer.sha256, texts, tools.sign, replace(job, path="")))
+        key = hashlib.sha256(what.encode("utf-8", "surrogateescape")).hexdigest()
+        paths.append(folder / f"{n:06d}-{key[:16]}.npz")
+    wanted = {path for path in paths for path in (path, path.with_suffix(".tokens"))}
+    for stale in set(folder.iterdir()) - wanted:
         stale.unlink()
     missing = [n for n, path in enumerate(paths) if not path.exists()]
-    sizes = [unit_size(jobs[n][0]) for n in missing]
-    if workers is None:
-        workers = default_workers(sum(sizes))
-    todo = [(*jobs[n], str(paths[n])) for n in missing]
-    with byte_progress("tokenising", sum(sizes)) as advance:
-        for index in run_tasks(tokenise_unit, tokenizer, todo, workers):
-            advance(sizes[index])
-    return paths
+    todo = [replace(jobs[n], path=str(paths[n])) for n in missing]
+    work_bytes = sum(job.unit.size for job in todo)
+    with stage("tokenising", work_bytes) as progress:
+        for index, counts in pool.run(tokenise_unit, tools, todo, work_bytes):
+            progress.advance(todo[index].unit.size, counts.documents, counts.tokens)
+    return [UnitTable(path) for path in paths]
 
 
-def _write_splits(
+def _pack(
     request: PackRequest,
     tokenizer: Tokenizer,
     settings: Mapping[str, SettingValue],
-    unit_files: Sequence[Path],
+    jobs: Sequence[UnitJob],
+    tables: Sequence[UnitTable],
     work: Path,
+    pool: Pool,
 ) -> Manifest:
-    tally = _Tally()
-    for path in unit_files:
-        record = _load_record(path)
-        tally.documents_in += sum(map(len, record["names"].values())) + len(record["skipped"])
-        for reason, name in record["skipped"]:
-            tally.skip(reason, name)
-    if tally.documents_in == sum(entry.count for entry in tally.skipped.values()):
-        reasons = "; ".join(
-            f"{entry.count} {reason} (such as {entry.examples[0]})"
-            for reason, entry in tally.skipped.items()
+    skipped, overlapping = Reasons(), Reasons()
+    documents_in = 0
+    for table in tables:
+        record = table.record()
+        documents_in += len(record["names"]) + sum(record["skipped"][0].values())
+        skipped.merge(*record["skipped"])
+        overlapping.merge(*record["overlapping"])
+    if documents_in == sum(skipped.counts.values()):
+        found = "; ".join(
+            f"{count} {reason} (such as {skipped.examples[reason][0]})"
+            for reason, count in skipped.counts.items()
         )
         raise ValueError(
-            f"no document could be read: got {reasons or 'only blank lines'}; expected UTF-8 text "
-            'or JSON lines with a string field "text"'
+            f"no document could be read: got {found or 'only blank lines'}; expected UTF-8 text, "
+            "or records with a text field (--text-field)"
         )
-    wants_validation = bool(request.validation_inputs) or request.validation_fraction > 0
-    splits = {
-        split: _write_split(split, request.row_tokens, tokenizer, unit_files, work, tally)
-        for split in (("train", "validation") if wants_validation else ("train",))
+    selection = select(tables, [job.source for job in jobs], request, skipped)
+    splits = {"train": TRAIN, "validation": VALIDATION}
+    if not request.wants_validation:
+        del splits["validation"]
+    _forget_other_plan(work, tables, settings)
+    facts = {
+        name: _pack_split(name, number, request, tokenizer, tables, selection, work, pool, skipped)
+        for name, number in splits.items()
     }
+    training = [source for source in request.sources if source.split == "train"]
     return Manifest(
         kind=KIND,
         tokenizer_sha256=tokenizer.sha256,
         vocab_size=tokenizer.vocab_size,
         row_tokens=request.row_tokens,
         dtype=token_dtype(tokenizer.vocab_size),
-        splits=splits,
-        documents_in=tally.documents_in,
-        skipped=tally.skipped,
-        inputs=[*request.inputs, *request.validation_inputs],
+        splits=facts,
+        documents_in=documents_in,
+        skipped=_for_manifest(skipped),
+        inputs=[typed for source in request.sources for typed in source.inputs],
         settings=dict(settings),
         seed=request.seed,
-    )
-
-
-def _write_split(
-    split: str,
-    row_tokens: int,
-    tokenizer: Tokenizer,
-    unit_files: Sequence[Path],
-    work: Path,
-    tally: _Tally,
-) -> SplitFacts:
-    """Pack one split into work/<split>. Raises ValueError if it has no full row."""
-    remove(work / split)
-    writer = ShardWriter(work / split, row_tokens=row_tokens, vocab_size=tokenizer.vocab_size)
-    unwritten: deque[str] = deque()  # names of documents read and not yet begun in a full row
-    documents = text_bytes = tail = 0
-    for row in pack(_documents(unit_files, split, unwritten), row_tokens):
-        if len(row.tokens) < row_tokens:
-            tail = len(row.tokens)
-            break
-        writer.write(row.tokens, row.document_starts)
-        text_bytes += int(tokenizer.token_bytes[row.tokens].sum())
-        for _ in range(len(row.document_starts) - row.continued):
-            unwritten.popleft()
-            documents += 1
-    if writer.rows == 0:
-        raise ValueError(
-            f"the {split} split has no full row: got {tail} tokens; expected at least row-tokens = "
-            f"{row_tokens}; lower --row-tokens or give this split more text"
-        )
-    for name in unwritten:
-        tally.skip(TAIL_REASON, name)
-    return SplitFacts(
-        rows=writer.rows,
-        tokens=writer.rows * row_tokens,
-        documents=documents,
-        bytes=text_bytes,
-        dropped_tokens={"tail": tail},
-        index_sha256=writer.finish(),
-    )
-
-
-def _documents(unit_files: Sequence[Path], split: str, names: deque[str]) -> Iterator[np.ndarray]:
-    """Token arrays of the split in corpus order; names gets the name of each one handed out."""
-    for path in unit_files:
-        with np.load(path, allow_pickle=False) as arrays:
-            tokens, lengths = arrays[f"{split}_tokens"], arrays[f"{split}_lengths"]
-            record = json.loads(arrays["record"].tobytes())
-        ends = np.cumsum(lengths)
-        for name, start, end in zip(record["names"][split], ends - lengths, ends, strict=True):
-            names.append(name)
-            yield tokens[start:end]
-
-
-def _load_record(path: Path) -> dict[str, Any]:
-    with np.load(path, allow_pickle=False) as arrays:
-        return json.loads(arrays["record"].tobytes())
-
-
-def _fingerprint(files: Sequence[Segment]) -> str | None:
-    """Of the names and sizes; contents are not read for it."""
-    if not files:
-        return None
-    listing = json.dumps([[file.name, file.file_bytes] for file in files])
-    return hashlib.sha256(listing.encode()).hexdigest()
-
-
-def _refuse_overlap(train: Sequence[Segment], validation: Sequence[Segment]) -> None:
-    paths = {str(Path(file.path).resolve()) for file in train}
-    for file in validation:
-        if str(Path(file.path).resolve()) in paths:
-            raise ValueError(
-                f"a file is in both splits: got {file.path} in the inputs and in --validation; "
-                "expected separate files; move it, or use --validation-fraction"
+        sources=[
+            SourceFacts(
+                name=source.name, documents=share.documents, tokens=share.tokens, rate=share.rate
             )
+            for source, share in zip(training, selection.shares, strict=True)
+        ],
+        overlapping=_for_manifest(overlapping),
+        arguments=request.arguments(),
+    )
+
+
+def _forget_other_plan(
+    work: Path, tables: Sequence[UnitTable], settings: Mapping[str, SettingValue]
+) -> None:
+    """Removes shards that a killed run made of other documents or with other settings."""
+    what = json.dumps([[table.path.name for table in tables], settings])
+    plan = hashlib.sha256(what.encode()).hexdigest().encode()
+    path = work / "plan"
+    if path.is_file() and path.read_bytes() == plan:
+        return
+    for split in ("train", "validation"):
+        remove(work / split)
+        remove(work / f"{split}.facts")
+    write_atomically(path, plan)
+
+
+def _pack_split(
+    name: str,
+    number: int,
+    request: PackRequest,
+    tokenizer: Tokenizer,
+    tables: Sequence[UnitTable],
+    selection: Selection,
+    work: Path,
+    pool: Pool,
+    skipped: Reasons,
+) -> SplitFacts:
+    """Pack one split into work/<name>. Raises ValueError if it has no full row."""
+    by_length = request.order == "longest-first"
+    runs = lay_out(tables, selection.copies, number, by_length)
+    tokens = runs[-1].start + runs[-1].tokens if runs else 0
+    rows, tail = divmod(tokens, request.row_tokens)
+    if rows == 0:
+        raise ValueError(
+            f"the {name} split has no full row: got {tail} tokens; expected at least row-tokens = "
+            f"{request.row_tokens}; lower --row-tokens or give this split more text"
+        )
+    folder, facts = work / name, work / f"{name}.facts"
+    for made in (folder, facts):
+        made.mkdir(exist_ok=True)
+    for stale in (*facts.glob(".*.tmp"), *folder.glob(".*.tmp")):
+        stale.unlink()
+    token_bytes = np.dtype(token_dtype(tokenizer.vocab_size)).itemsize
+    jobs = _shard_jobs(runs, rows, request.row_tokens, token_bytes, folder, facts)
+    todo = [job for job in jobs if not job.is_done]
+    row_bytes = request.row_tokens * token_bytes
+    work_bytes = sum(job.rows for job in todo) * row_bytes
+    shared = ShardTools(request.row_tokens, tokenizer.vocab_size, tokenizer.token_bytes)
+    with stage(f"packing {name}", work_bytes) as progress:
+        for index, counts in pool.run(write_shard, shared, todo, work_bytes):
+            progress.advance(todo[index].rows * row_bytes, counts.documents, counts.tokens)
+    totals = write_index(folder, [Path(job.facts) for job in jobs])
+    for document in names_from(runs, rows * request.row_tokens):
+        skipped.add(TAIL_REASON, document)
+    documents, length_tokens = length_counts(tables, selection.copies, number)
+    return SplitFacts(
+        rows=rows,
+        tokens=rows * request.row_tokens,
+        documents=totals.documents,
+        bytes=totals.text_bytes,
+        dropped_tokens={"tail": tail},
+        index_sha256=hashlib.sha256((folder / INDEX_NAME).read_bytes()).hexdigest(),
+        row_lengths_sha256=hashlib.sha256((folder / ROW_LENGTHS_NAME).read_bytes()).hexdigest(),
+        repeats=totals.repeats,
+        length_documents=documents,
+        length_tokens=length_tokens,
+    )
+
+
+def _shard_jobs(
+    runs: Sequence[Run], rows: int, row_tokens: int, token_bytes: int, folder: Path, facts: Path
+) -> list[ShardJob]:
+    a_shard = max(1, SHARD_BYTES // (row_tokens * token_bytes))
+    starts = np.array([run.start for run in runs])
+    jobs = []
+    for number, first in enumerate(range(0, rows, a_shard)):
+        count = min(a_shard, rows - first)
+        low = int(np.searchsorted(starts, first * row_tokens, side="right")) - 1
+        high = int(np.searchsorted(starts, (first + count) * row_tokens))
+        jobs.append(
+            ShardJob(
+                folder=str(folder),
+                facts=str(facts / f"{number:05d}.npz"),
+                number=number,
+                first_row=first,
+                rows=count,
+                runs=tuple(runs[low:high]),
+            )
+        )
+    return jobs
+
+
+def _for_manifest(reasons: Reasons) -> dict[str, SkippedDocuments]:
+    return {
+        reason: SkippedDocuments(count=count, examples=reasons.examples[reason])
+        for reason, count in reasons.counts.items()
+    }

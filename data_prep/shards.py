@@ -2,7 +2,8 @@
 
     DATASET/manifest.json       Manifest below; written last: a folder without it is no data set
     DATASET/tokenizer.model     text data sets only
-    DATASET/train/              index.json + shard.NNNNN.mds
+    DATASET/train/              index.json + shard.NNNNN.mds; of text also row_lengths.npy, [rows]
+                                int64: tokens of the longest document that the row has a part of
     DATASET/validation/         the same, if there is a validation split
 
 Columns of a row of T tokens (plain arrays; a pickle column is refused on reading):
@@ -26,8 +27,11 @@ ranks and forked or spawned DataLoader workers can use one Rows each, or a copy 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
+import shlex
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -35,11 +39,16 @@ from typing import Any, Final, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
+from data_prep.shard_cache import cache_at
 from data_prep.tokenizer import Tokenizer
 
 FORMAT_VERSION: Final = 1
 IGNORED_LABEL = -100
 SHARD_BYTES = 64 << 20
+MANIFEST_NAME = "manifest.json"
+TOKENIZER_NAME = "tokenizer.model"
+INDEX_NAME = "index.json"
+ROW_LENGTHS_NAME = "row_lengths.npy"
 SettingValue = str | int | float | bool | None
 
 
@@ -56,6 +65,21 @@ class SplitFacts(_Record):
     bytes: int  # UTF-8 bytes of text that the written tokens stand for; 0 without a tokenizer
     dropped_tokens: dict[Literal["tail"], int]  # the last, incomplete row
     index_sha256: str
+    row_lengths_sha256: str | None = None
+    repeats: int = 0  # further copies of documents, begun in a written row, that weights asked for
+    # Of all documents chosen for the split, copies too, the dropped tail's among them: how many
+    # have 2^i <= tokens < 2^(i + 1), and their tokens; i = 0, 1, ...
+    length_documents: list[int] = []
+    length_tokens: list[int] = []
+
+
+class SourceFacts(_Record):
+    """What a training source gives to the data set, before the dropped tail."""
+
+    name: str
+    documents: int
+    tokens: int  # copies too
+    rate: float  # how often a document is used, on average over length weights of 1
 
 
 class SkippedDocuments(_Record):
@@ -80,6 +104,11 @@ class Manifest(_Record):
     inputs: list[str]  # as they were typed; for the reader only
     settings: dict[str, SettingValue]  # equal settings give equal rows
     seed: int
+    sources: list[SourceFacts] = []
+    # Written although they share n-grams with an evaluation text, where that was only to be told.
+    overlapping: dict[str, SkippedDocuments] = {}
+    # `pack` arguments that make these rows, without tokenizer, output and row-tokens.
+    arguments: list[str] = []
 
     @model_validator(mode="after")
     def _documents_add_up(self) -> Manifest:
@@ -112,7 +141,7 @@ def token_dtype(vocab_size: int) -> Literal["uint16", "uint32"]:
 
 def read_manifest(dataset: str | Path) -> Manifest:
     """The manifest of a finished data set. Raises FileNotFoundError or ValueError in one line."""
-    path = Path(dataset) / "manifest.json"
+    path = Path(dataset) / MANIFEST_NAME
     if not path.is_file():
         raise FileNotFoundError(
             f"{dataset} is not a data set: got no manifest.json in it; expected the output of "
@@ -134,13 +163,23 @@ def read_tokenizer(dataset: str | Path) -> Tokenizer:
     expected = read_manifest(dataset).tokenizer_sha256
     if expected is None:
         raise ValueError(f"{dataset} has no tokenizer: its rows are synthetic, not text")
-    tokenizer = Tokenizer.load(Path(dataset) / "tokenizer.model")
+    tokenizer = Tokenizer.load(Path(dataset) / TOKENIZER_NAME)
     if tokenizer.sha256 != expected:
         raise ValueError(
             f"{dataset}/tokenizer.model is not the one the rows were made with: got sha256 "
             f"{tokenizer.sha256}; expected {expected}; pack the data set again"
         )
     return tokenizer
+
+
+def pack_command(manifest: Manifest, dataset: Path, row_tokens: int) -> str:
+    """The command that makes the same data set with rows of another length."""
+    if not manifest.arguments:
+        return f"the command that made it, with rows of {row_tokens} tokens"
+    words = ["python", "-m", "data_prep", "pack", *manifest.arguments]
+    words += ["--tokenizer", str(dataset / TOKENIZER_NAME)]
+    words += ["--output", f"{dataset}-{row_tokens}", "--row-tokens", str(row_tokens)]
+    return shlex.join(words)
 
 
 class ShardWriter:
@@ -189,14 +228,15 @@ class ShardWriter:
         for path in sorted(self._folder.iterdir()):
             with path.open("rb") as file:
                 os.fsync(file.fileno())
-        return hashlib.sha256((self._folder / "index.json").read_bytes()).hexdigest()
+        return hashlib.sha256((self._folder / INDEX_NAME).read_bytes()).hexdigest()
 
 
 class Rows:
     """Random access to the rows of one split: `len(rows)`, `rows[i] -> Row`.
 
     Raises FileNotFoundError or ValueError if the split, its index or (on first use of a shard) the
-    shard is missing or not what was written. Safe to copy into workers by fork or pickle.
+    shard is missing or not what was written. Safe to copy into workers by fork or pickle. A data
+    set in a cache (data_prep/shard_cache.py) is fetched as it is read.
     """
 
     def __init__(self, dataset: str | Path, split: str) -> None:
@@ -209,44 +249,87 @@ class Rows:
                 "one of these, or pack with --validation or --validation-fraction"
             )
         facts = self.manifest.splits[split]
-        index = _read_checked(self.dataset / split / "index.json", facts.index_sha256)
+        index = _read_checked(self.dataset / split / INDEX_NAME, facts.index_sha256)
         self._shards = [
             _reader(self.dataset, split, entry) for entry in json.loads(index)["shards"]
         ]
-        self._ends = np.cumsum([len(shard) for shard in self._shards])
+        self.shard_ends = np.cumsum([len(shard) for shard in self._shards])
+        self.shard_bytes = [int(shard.raw_data.bytes) for shard in self._shards]
+        self._cache = cache_at(self.dataset)
+        self.cache_limit_bytes = self._cache.limit_bytes if self._cache is not None else None
         self._verified: set[int] = set()
 
     def __len__(self) -> int:
         return self.manifest.splits[self.split].rows
 
     def __getitem__(self, index: int) -> Row:
+        return self.cut(index, 0, self.manifest.row_tokens)
+
+    def cut(self, index: int, begin: int, end: int) -> Row:
+        """Tokens [begin, end) of row `index`, as a row of its own."""
         if not 0 <= index < len(self):
             raise IndexError(
                 f"row out of range: got {index}; expected 0 to {len(self) - 1} in "
                 f"{self.dataset}/{self.split}"
             )
-        shard = int(np.searchsorted(self._ends, index, side="right"))
-        self._verify(shard)
-        first = int(self._ends[shard - 1]) if shard else 0
-        sample = self._shards[shard][index - first]
-        tokens = sample["tokens"].astype(np.int64)
+        sample = self._sample(index)
         starts = sample["document_starts"].astype(np.int64)
+        tokens = sample["tokens"][begin:end].astype(np.int64)
+        inside = starts[(starts > begin) & (starts < end)] - begin
         labels = sample.get("labels")
         if labels is None:
-            labels = next_token_labels(tokens, starts)
-        return Row(tokens, labels.astype(np.int64), starts)
+            labels = next_token_labels(tokens, inside)
+            if end < self.manifest.row_tokens and not np.any(starts == end):
+                labels[-1] = sample["tokens"][end]  # the document goes on in the next cut
+        else:
+            labels = labels[begin:end].astype(np.int64)
+        return Row(tokens, labels, np.concatenate([[0], inside]))
+
+    def row_lengths(self) -> np.ndarray | None:
+        """[rows] int64: tokens of the longest document, whole, that the row has a part of.
+
+        None where the data set does not record it.
+        """
+        sha256 = self.manifest.splits[self.split].row_lengths_sha256
+        if sha256 is None:
+            return None
+        content = _read_checked(self.dataset / self.split / ROW_LENGTHS_NAME, sha256)
+        return np.load(io.BytesIO(content), allow_pickle=False)
 
     def verify(self) -> None:
         """Check size and hash of every shard now instead of on first use."""
         for shard in range(len(self._shards)):
             self._verify(shard)
 
+    def problems(self) -> Iterator[str]:
+        """One line for each shard that is missing or damaged; reads all of them."""
+        for shard in range(len(self._shards)):
+            try:
+                self._verify(shard)
+            except (ValueError, OSError) as error:
+                yield str(error)
+
+    def _sample(self, index: int) -> dict[str, np.ndarray]:
+        shard = int(np.searchsorted(self.shard_ends, index, side="right"))
+        first = int(self.shard_ends[shard - 1]) if shard else 0
+        while True:
+            self._verify(shard)
+            try:
+                return self._shards[shard][index - first]
+            except FileNotFoundError:
+                if self._cache is None:
+                    raise
+                # Another process has removed it from the cache; it is fetched again.
+
     def _verify(self, shard: int) -> None:
-        if shard in self._verified:
-            return
         info = self._shards[shard].raw_data
         path = self.dataset / self.split / info.basename
-        _check_file(path, info.hashes["sha256"], info.bytes)
+        sha256 = info.hashes["sha256"]
+        if self._cache is not None and self._cache.use(path, sha256, info.bytes):
+            self._verified.add(shard)
+        if shard in self._verified:
+            return
+        _check_file(path, sha256, info.bytes)
         self._verified.add(shard)
 
 

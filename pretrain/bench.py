@@ -23,7 +23,7 @@ from torch.optim import AdamW
 from models.initialize import initialize
 from models.language_model import LanguageModel
 from pretrain.config import RunConfig, checked_manifest, dump_config, load_config
-from pretrain.data import TrainingRows, training_batches
+from pretrain.data import training_batches, training_rows
 from pretrain.distributed import World, choose_device
 from pretrain.engine import deepspeed_settings, import_deepspeed
 from pretrain.loss import SummedLoss
@@ -109,7 +109,7 @@ def _bare(config: RunConfig, world: World, device: torch.device) -> float:
     }
     optimizer = _adamw(model, config)
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
-    rows = TrainingRows(config.data.dataset, "train", config.data.seq_len)
+    rows = training_rows(config.data)
     times = []
     for micro_batches in training_batches(rows, config, world.rank, world.size, first_update=0):
         objective: Any = None

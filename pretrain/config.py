@@ -11,13 +11,14 @@ import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
 
-from data_prep.shards import Manifest, read_manifest
+from data_prep.remote_dataset import open_cache
+from data_prep.shards import Manifest, pack_command, read_manifest, read_tokenizer
 from models.config import MIXER_NAMES, PRESETS, ModelConfig
 from pretrain.sections import (
     BatchConfig,
@@ -37,6 +38,14 @@ STOP_FILE = "stop"
 """RUN/stop, empty: asks a run in progress to finish its step, save a checkpoint and end."""
 
 
+class MixedDataset(Section):
+    """A data set beside data.dataset."""
+
+    dataset: Path
+    weight: float = Field(gt=0)
+    remote: str | None = None
+
+
 class DataConfig(Section):
     """Which rows are read, and in which order."""
 
@@ -48,6 +57,29 @@ class DataConfig(Section):
     """The order of the rows of epoch e is a function of (shuffle_seed, e) alone."""
     loader_threads: int = Field(default=1, ge=0)
     """Threads per rank, each of which reads one update ahead; 0 reads when the rows are needed."""
+    shuffle_shards: int | None = Field(default=None, ge=1)
+    """null shuffles all rows at once; N mixes the rows of N shards at a time, for data sets that
+    are read from far away.
+    """
+    damaged_shards: Literal["stop", "skip"] = "stop"
+    """When a missing or damaged shard is reached: stop the run, or count its rows for nothing."""
+    remote: str | None = None
+    """URL (fsspec) of the data set, of which data.dataset is then a cache on each machine."""
+    cache_bytes: int | None = Field(default=None, ge=1)
+    """Most bytes of shards in each cache; the longest unused are removed. null: all stay."""
+    weight: float = Field(default=1.0, gt=0)
+    """Share of data.dataset in the rows, relative to the weights in data.mixed_with."""
+    mixed_with: tuple[MixedDataset, ...] = ()
+    """Further data sets of the same tokenizer to train on, by weight."""
+
+    @model_validator(mode="after")
+    def _cache_has_a_source(self) -> "DataConfig":
+        remotes = [self.remote, *(other.remote for other in self.mixed_with)]
+        if self.cache_bytes is not None and not any(remotes):
+            raise ValueError(
+                f"data.cache_bytes acts with data.remote only: got {self.cache_bytes}; leave it out"
+            )
+        return self
 
 
 class RunConfig(Section):
@@ -172,8 +204,24 @@ def checked_manifest(config: RunConfig, world_size: int) -> Manifest:
     Raises:
         FileNotFoundError, ValueError: there is no such data set, or it does not fit.
     """
+    data = config.data
+    places = [(data.dataset, data.remote), *((o.dataset, o.remote) for o in data.mixed_with)]
+    for dataset, remote in places:
+        if remote is not None:
+            open_cache(remote, dataset, data.cache_bytes)
     manifest = read_manifest(config.data.dataset)
     check_data(config, manifest, world_size)
+    if manifest.tokenizer_sha256 is not None:
+        read_tokenizer(config.data.dataset)  # it goes into every checkpoint
+    for other in config.data.mixed_with:
+        mixed = read_manifest(other.dataset)
+        _check_rows(config, other.dataset, mixed)
+        if mixed.tokenizer_sha256 != manifest.tokenizer_sha256:
+            raise ValueError(
+                f"data sets have different tokenizers: got {other.dataset} with sha256 "
+                f"{mixed.tokenizer_sha256}; expected {manifest.tokenizer_sha256} of "
+                f"{config.data.dataset}; pack it again with that one"
+            )
     return manifest
 
 
@@ -184,26 +232,29 @@ def check_data(config: RunConfig, manifest: Manifest, world_size: int) -> None:
         ValueError: they do not fit; the message names the numbers.
     """
     _check_batches(config, world_size)
-    if manifest.row_tokens % config.data.seq_len:
-        raise ValueError(
-            f"data.seq_len does not divide the rows of {config.data.dataset}: got "
-            f"{config.data.seq_len}; "
-            f"expected a divisor of row_tokens={manifest.row_tokens}; change data.seq_len or pack "
-            "again"
-        )
-    if manifest.vocab_size > config.model.vocab_size:
-        raise ValueError(
-            f"model.vocab_size is smaller than that of {config.data.dataset}: got "
-            f"{config.model.vocab_size}; "
-            f"expected at least {manifest.vocab_size}; raise model.vocab_size"
-        )
+    _check_rows(config, config.data.dataset, manifest)
     if config.validation.every_steps is not None and _rows(manifest, "validation") == 0:
         raise ValueError(
             f"validation.every_steps is set but {config.data.dataset} has no validation rows; "
             "set validation.every_steps=null or prepare the data with a validation split"
         )
+
+
+def _check_rows(config: RunConfig, dataset: Path, manifest: Manifest) -> None:
+    """ValueError where the training rows of a data set do not fit the model or data.seq_len."""
+    if manifest.row_tokens % config.data.seq_len:
+        raise ValueError(
+            f"data.seq_len does not divide the rows of {dataset}: got {config.data.seq_len}; "
+            f"expected a divisor of row_tokens={manifest.row_tokens}; change data.seq_len or "
+            f"prepare it anew: {pack_command(manifest, dataset, config.data.seq_len)}"
+        )
+    if manifest.vocab_size > config.model.vocab_size:
+        raise ValueError(
+            f"model.vocab_size is smaller than that of {dataset}: got {config.model.vocab_size}; "
+            f"expected at least {manifest.vocab_size}; raise model.vocab_size"
+        )
     if _rows(manifest, "train") == 0:
-        raise ValueError(f"{config.data.dataset} has no training rows")
+        raise ValueError(f"{dataset} has no training rows")
 
 
 def _rows(manifest: Manifest, split: str) -> int:

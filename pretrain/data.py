@@ -17,16 +17,16 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from data_prep.shards import IGNORED_LABEL, Row, Rows
+from data_prep.shards import IGNORED_LABEL, Row
+from data_prep.training_rows import MixedRows, TrainingRows
 from pretrain.batch_plan import BatchPlan
-from pretrain.config import RunConfig
+from pretrain.config import DataConfig, RunConfig
 from pretrain.errors import TrainingFailed
 
 
@@ -58,47 +58,32 @@ class MicroBatch:
         )
 
 
-class TrainingRows:
-    """The rows of a split, cut into rows of seq_len tokens.
+AnyRows = TrainingRows | MixedRows
 
-    A document that is cut goes on at the start of the next row as a document of its own.
 
-    Args:
-        dataset: folder written by data_prep.
-        split: "train" or "validation".
-        seq_len: tokens of a row; divides the data set's row_tokens.
-    """
+def training_rows(data: DataConfig) -> AnyRows:
+    """The rows that a run trains on: of data.dataset, or of several data sets by weight."""
 
-    def __init__(self, dataset: Path, split: str, seq_len: int) -> None:
-        self.rows = Rows(dataset, split)
-        self.seq_len = seq_len
-        self.pieces = self.rows.manifest.row_tokens // seq_len
-
-    def __len__(self) -> int:
-        return len(self.rows) * self.pieces
-
-    def __getitem__(self, index: int) -> Row:
-        row = self.rows[index // self.pieces]
-        begin = index % self.pieces * self.seq_len
-        end = begin + self.seq_len
-        inside = row.document_starts[(row.document_starts > begin) & (row.document_starts < end)]
-        return Row(
-            tokens=row.tokens[begin:end],
-            labels=row.labels[begin:end],
-            document_starts=np.concatenate([[0], inside - begin]).astype(np.int64),
+    def rows_of(dataset: Path) -> TrainingRows:
+        return TrainingRows(
+            dataset,
+            "train",
+            data.seq_len,
+            shuffle_shards=data.shuffle_shards,
+            damaged=data.damaged_shards,
         )
 
+    if not data.mixed_with:
+        return rows_of(data.dataset)
+    others = [(rows_of(other.dataset), other.weight) for other in data.mixed_with]
+    return MixedRows([(rows_of(data.dataset), data.weight), *others])
 
-@lru_cache(maxsize=2)  # an update touches two epochs at most unless the data set is tiny
-def epoch_order(num_rows: int, shuffle_seed: int, epoch: int) -> np.ndarray:
-    """The permutation of [0, num_rows) in which epoch `epoch` reads its rows."""
-    return np.random.default_rng([shuffle_seed, epoch]).permutation(num_rows)
 
-
-def rows_between(first: int, count: int, num_rows: int, shuffle_seed: int) -> list[int]:
+def rows_between(first: int, count: int, rows: AnyRows, shuffle_seed: int) -> list[int]:
     """Training rows at positions first..first+count-1 of the endless sequence, in order."""
+    epoch_rows = len(rows)
     return [
-        int(epoch_order(num_rows, shuffle_seed, position // num_rows)[position % num_rows])
+        int(rows.epoch_order(shuffle_seed, position // epoch_rows)[position % epoch_rows])
         for position in range(first, first + count)
     ]
 
@@ -130,7 +115,7 @@ def collate(rows: Sequence[Row]) -> MicroBatch:
 
 
 def training_batches(
-    rows: TrainingRows, config: RunConfig, rank: int, world_size: int, first_update: int
+    rows: AnyRows, config: RunConfig, rank: int, world_size: int, first_update: int
 ) -> Iterator[list[MicroBatch]]:
     """This rank's micro-batches of every update from `first_update` (counted from 0) to the end.
 
@@ -142,7 +127,7 @@ def training_batches(
 
     def read(update: int) -> list[MicroBatch]:
         stage, first = plan.stage(update + 1), plan.first_row(update + 1)
-        order = rows_between(first, stage.rows, len(rows), config.data.shuffle_seed)
+        order = rows_between(first, stage.rows, rows, config.data.shuffle_seed)
         rank_rows = stage.rows // world_size
         mine = order[rank * rank_rows : (rank + 1) * rank_rows]
         return [

@@ -9,6 +9,7 @@ from models.accounting import flops_per_token, parameter_count
 from pretrain import checkpoint
 from pretrain.batch_plan import BatchPlan
 from pretrain.config import RunConfig, checked_manifest
+from pretrain.data import training_rows
 from pretrain.memory import activation_bytes, memory_bytes
 from pretrain.plan import plan_lines
 
@@ -24,8 +25,7 @@ def print_dry_run(config: RunConfig, ranks: int, console: Console) -> None:
     manifest = checked_manifest(config, ranks)
     start = checkpoint.find_start(config, manifest)
     split = manifest.splits["train"]
-    rows = split.rows * (manifest.row_tokens // config.data.seq_len)
-    for line in plan_lines(config, rows, ranks, torch.device("meta")):
+    for line in plan_lines(config, len(training_rows(config.data)), ranks, torch.device("meta")):
         console.print(line)
     identity = manifest.tokenizer_sha256 or "none"
     console.print(

@@ -8,13 +8,13 @@ from models.language_model import LanguageModel
 from models.parameter_groups import is_fp32
 from pretrain.batch_plan import BatchPlan
 from pretrain.config import RunConfig
-from pretrain.data import TrainingRows
+from pretrain.data import AnyRows
 from pretrain.optimizer import parameter_table
 
 
 def print_plan(
     config: RunConfig,
-    rows: TrainingRows,
+    rows: AnyRows,
     world_size: int,
     device: torch.device,
     console: Console,

@@ -6,13 +6,14 @@ from pathlib import Path
 
 from rich.console import Console
 
+from data_prep.training_rows import TrainingRows
 from models.initialize import initialize
 from models.language_model import LanguageModel
 from pretrain import checkpoint
 from pretrain.batch_plan import BatchPlan
 from pretrain.config import STOP_FILE, RunConfig, checked_manifest, load_config
 from pretrain.curves import has_validation
-from pretrain.data import TrainingRows, rows_between, training_batches, validation_batches
+from pretrain.data import rows_between, training_batches, training_rows, validation_batches
 from pretrain.distributed import World, choose_device
 from pretrain.engine import Engine
 from pretrain.errors import TrainingFailed
@@ -63,7 +64,7 @@ def train(config_path: Path, overrides: Sequence[str], world: World) -> int:
             f"{config.run_dir} is complete: step {start.step}/{total_steps}, {start.folder}"
         )
         return EXIT_COMPLETE
-    rows = world.agree(lambda: TrainingRows(config.data.dataset, "train", config.data.seq_len))
+    rows = world.agree(lambda: training_rows(config.data))
     validation_rows = None
     if config.validation.every_steps is not None:
         validation_rows = world.agree(
@@ -145,7 +146,7 @@ def train(config_path: Path, overrides: Sequence[str], world: World) -> int:
             )
             watchdog.update_done()
             read = rows_between(
-                plan.first_row(step), plan.rows(step), len(rows), config.data.shuffle_seed
+                plan.first_row(step), plan.rows(step), rows, config.data.shuffle_seed
             )
             if metrics:
                 metrics.step_ends(step, update, lr, engine.clock.read(), read)

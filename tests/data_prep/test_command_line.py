@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import io
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -8,7 +10,9 @@ import pytest
 
 from data_prep import __main__ as command_line
 from data_prep.__main__ import main
-from data_prep.shards import read_manifest
+from data_prep.shards import Rows, read_manifest
+from data_prep.sources import held_out, list_files
+from data_prep.tokenizer import Tokenizer
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
@@ -36,9 +40,91 @@ def test_from_files_to_an_inspected_data_set(
     assert run(monkeypatch, "inspect", dataset, "--split", "validation", "--samples", 3) == 0
     shown = capsys.readouterr().out
     assert f"documents: {manifest.documents_in} in = {manifest.documents_in} written" in shown
-    assert "documents, median" in shown
+    assert "document length in tokens" in shown
+    assert run(monkeypatch, "inspect", dataset, "--samples", 0, "--at-least", 1000) == 0
+    lengths = Rows(dataset, "train").row_lengths()
+    counted = int((lengths >= 1000).sum())
+    assert re.search(rf"1,000 +{counted} +\d", capsys.readouterr().out)
+    assert run(monkeypatch, "verify", dataset) == 0
+    assert "every file is what was written" in capsys.readouterr().out
+    assert run(monkeypatch, "bench", dataset, "--seq-len", 64, "--seconds", 0.1) == 0
+    assert "M tokens/s at seq_len 64" in capsys.readouterr().out
+    shard = next((dataset / "train").glob("*.mds"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    assert run(monkeypatch, "verify", dataset) == 1
+    assert "shard.00000.mds is damaged" in capsys.readouterr().err
     assert shown.count("validation row ") == 3
     assert "<document>" in shown
+
+
+def test_a_tokenizer_is_evaluated_on_held_out_text(
+    corpus: Path,
+    model_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = corpus / "stdlib/json/decoder.py"
+    assert run(monkeypatch, "tokenizer", "eval", model_file, path) == 0
+    text, model = path.read_text(encoding="utf-8"), Tokenizer.load(model_file)
+    tokens = len(model.encode(text))
+    shown = capsys.readouterr().out
+    assert f": {len(text.encode()) / tokens:.4f} bytes/token, {tokens} tokens" in shown
+    assert model.sha256 in shown
+    held = ("--validation-fraction", 0.5, "--seed", 1)
+    assert run(monkeypatch, "tokenizer", "eval", model_file, corpus, *held) == 0
+    documents = sum(
+        held_out(segment.name, 0.5, 1) for segment in list_files([str(corpus)]) if segment.size
+    )
+    assert f" {documents} documents" in capsys.readouterr().out
+
+
+def test_standard_input_is_packed_and_known_again(
+    model_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    content = "".join(json.dumps({"text": f"line {n} of many"}) + "\n" for n in range(200)).encode()
+
+    def piped(content: bytes, *arguments: object) -> int:
+        stdin = io.TextIOWrapper(io.BytesIO(content))
+        monkeypatch.setattr(sys, "stdin", stdin)
+        return run(monkeypatch, *arguments)
+
+    output = ("--output", tmp_path / "d", "--row-tokens", 64)
+    pack = ("pack", "-", "--tokenizer", model_file, *output)
+    assert piped(content, *pack) == 0
+    assert read_manifest(tmp_path / "d").documents_in == 200
+    assert piped(content, *pack) == 0
+    assert "was complete already" in capsys.readouterr().out
+    assert piped(content + b'{"text": "more"}', *pack) == 2
+    assert "made with other settings" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["d"]
+    train = ("tokenizer", "-", "--output", tmp_path / "t.model", "--vocab-size", 300)
+    assert piped(content, *train) == 0
+
+
+def test_a_recipe_and_every_option_reach_the_manifest(
+    corpus: Path, model_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(
+        f"sources:\n  - {{inputs: [{corpus}/stdlib/json], weight: 1}}\n"
+        f"  - {{inputs: [{corpus}/stdlib/logging], weight: 2}}\n"
+    )
+    options = ("--length-weight", "100:0.5", "--order", "longest-first", "--min-tokens", 4)
+    pack = ("pack", "--tokenizer", model_file, "--output", tmp_path / "d", "--row-tokens", 64)
+    assert run(monkeypatch, *pack, "--recipe", recipe, *options) == 0
+    manifest = read_manifest(tmp_path / "d")
+    assert manifest.arguments == [
+        *("--recipe", str(recipe), "--min-tokens", "4", "--order", "longest-first"),
+        *("--length-weight", "100:0.5"),
+    ]
+    again = ("pack", *manifest.arguments, "--tokenizer", model_file, "--output", tmp_path / "e")
+    assert run(monkeypatch, *again, "--row-tokens", 64) == 0
+    assert (tmp_path / "e/manifest.json").read_bytes() == (
+        tmp_path / "d/manifest.json"
+    ).read_bytes()
 
 
 def test_mqar_rows_are_shown_with_their_answers(
@@ -86,6 +172,7 @@ def test_mistakes_get_one_line_and_exit_code_2(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "other").write_text("something else")
+    (tmp_path / "empty").touch()
     new = ("--output", tmp_path / "d", "--row-tokens", 256)
     for arguments, message in (
         (("pack", tmp_path / "no", "--tokenizer", model_file, *new), "no does not exist"),
@@ -99,6 +186,28 @@ def test_mistakes_get_one_line_and_exit_code_2(
         ),
         (("synth", "mqar", "--output", tmp_path / "d", "--rows", 5, "--pairs", 99), "4 * pairs"),
         (("inspect", tmp_path), "is not a data set"),
+        (("pack", "--tokenizer", model_file, *new), "what to pack is unclear"),
+        (("pack", corpus, "--recipe", "r", "--tokenizer", model_file, *new), "what to pack"),
+        (("pack", corpus, "--length-weight", "x", "--tokenizer", model_file, *new), "got x"),
+        (("pack", corpus, "--max-tokens", 2, "--tokenizer", model_file, *new), "got 2"),
+        (("pack", corpus, "--order", "x", "--tokenizer", model_file, *new), "'x' is not one of"),
+        (("pack", corpus, "--address", "x", "--tokenizer", model_file, *new), "is no address"),
+        (("pack", "-", "-", "--tokenizer", model_file, *new), "standard input is given twice"),
+        (
+            (
+                "pack",
+                corpus,
+                "--validation",
+                "v",
+                "--validation-fraction",
+                "0.1",
+                "--tokenizer",
+                model_file,
+                *new,
+            ),
+            "validation is given twice",
+        ),
+        (("tokenizer", "eval", model_file, tmp_path / "empty"), "no text to evaluate on"),
         (("pack", corpus, "--bogus", "1"), "No such option"),
         ((), "Missing command"),
     ):

@@ -9,8 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from streaming import MDSWriter
 
 from data_prep.dataset_folder import building, publish
+from data_prep.mds_shard import write_mds_shard
 from data_prep.shards import (
     IGNORED_LABEL,
     Manifest,
@@ -104,6 +106,23 @@ def test_equal_rows_give_equal_files(dataset: Path, tmp_path: Path) -> None:
     assert writer.finish() == read_manifest(dataset).splits["train"].index_sha256
     for path in (dataset / "train").iterdir():
         assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes()
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+def test_our_shard_is_that_of_streamings_writer(tmp_path: Path, dtype: str) -> None:
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 60000, (4, 70000)).astype(dtype)
+    starts = [np.arange(n) for n in (1, 255, 256, 66000)]
+    entry = write_mds_shard(tmp_path / "shard.00000.mds", tokens, starts)
+    columns = {"tokens": f"ndarray:{dtype}:70000", "document_starts": "ndarray:uint32"}
+    out = str(tmp_path / "theirs")
+    with MDSWriter(out=out, columns=columns, hashes=["sha256"], size_limit=None) as writer:
+        for row, begins in zip(tokens, starts, strict=True):
+            writer.write({"tokens": row, "document_starts": begins.astype("uint32")})
+    ours = (tmp_path / "shard.00000.mds").read_bytes()
+    assert ours == (tmp_path / "theirs" / "shard.00000.mds").read_bytes()
+    index = json.loads((tmp_path / "theirs" / "index.json").read_text())
+    assert index["shards"] == [entry]
 
 
 def test_reading_leaves_no_shared_memory_and_no_open_file(dataset: Path) -> None:

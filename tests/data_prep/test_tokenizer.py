@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import io
 import pickle
 import random
@@ -59,9 +60,24 @@ def test_long_text_is_encoded_in_cuts_without_loss(
 
 def test_array_of_a_document_is_its_ids_between_bos_and_eos(tokenizer: Tokenizer) -> None:
     text = "import json\n\n\u2581"
-    array = tokenizer.encode_array(text, np.dtype("uint16"))
-    assert array.dtype == np.uint16
-    assert array.tolist() == [tokenizer.bos_id, *tokenizer.encode(text), tokenizer.eos_id]
+    expected = [tokenizer.bos_id, *tokenizer.encode(text), tokenizer.eos_id]
+    for parts in ([text], text, [text[:5], "", text[5:]]):
+        arrays = list(tokenizer.encode_document(parts, np.dtype("uint16")))
+        assert {array.dtype for array in arrays} == {np.dtype("uint16")}
+        assert np.concatenate(arrays).tolist() == expected
+
+
+def test_a_document_in_parts_is_encoded_as_the_whole(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer_module, "ENCODE_CHARS", 50)
+    rng = random.Random(5)
+    for _ in range(50):
+        text = "".join(random_text(rng) for _ in range(20))
+        cuts = sorted(rng.randrange(len(text)) for _ in range(9))
+        parts = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        ids = np.concatenate(list(tokenizer.encode_document(parts, np.dtype("uint16"))))
+        assert ids[1:-1].tolist() == tokenizer.encode(text)
 
 
 def test_training_is_deterministic_and_bounded_by_its_sample(corpus: Path) -> None:
@@ -113,20 +129,43 @@ def test_files_that_are_no_lossless_tokenizer_are_refused(tmp_path: Path, corpus
     with pytest.raises(ValueError, match=r"text\.model is not a tokenizer"):
         Tokenizer.load(tmp_path / "text.model")
     lines = (corpus / "stdlib/json/decoder.py").read_text(encoding="utf-8").splitlines()
-    for options, message in (
-        ({"byte_fallback": False}, "0 byte pieces"),
-        ({"byte_fallback": True}, "changes text"),
-    ):
-        out = io.BytesIO()
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(lines),
-            model_writer=out,
-            vocab_size=400,
-            minloglevel=2,
-            **options,
-        )
-        with pytest.raises(ValueError, match=message):
-            Tokenizer(out.getvalue())
+    with pytest.raises(ValueError, match="0 byte pieces"):
+        Tokenizer(foreign_model(lines, byte_fallback=False))
+
+
+def foreign_model(lines: list[str], **options: object) -> bytes:
+    """A model as others train it: SentencePiece's defaults."""
+    out = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines), model_writer=out, vocab_size=400, minloglevel=2, **options
+    )
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("model_type", ["unigram", "bpe"])
+def test_a_model_that_normalises_is_taken_without_its_normalisation(
+    corpus: Path, model_type: str
+) -> None:
+    lines = (corpus / "stdlib/json/decoder.py").read_text(encoding="utf-8").splitlines()
+    model = foreign_model(lines, byte_fallback=True, model_type=model_type)
+    tokenizer = Tokenizer(model)
+    assert tokenizer.sha256 == hashlib.sha256(model).hexdigest()
+    rng = random.Random(2)
+    for text in ["", *FRAGMENTS, *(random_text(rng) for _ in range(300))]:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+    assert processor.decode(processor.encode(" a  b\n")) != " a  b\n"
+
+
+def test_a_unigram_vocabulary_round_trips_too(corpus: Path) -> None:
+    texts = [path.read_text(encoding="utf-8") for path in sorted(corpus.rglob("*.py"))]
+    model = train_tokenizer(texts, 500, model_type="unigram", sample_bytes=60_000)
+    assert train_tokenizer(texts, 500, model_type="unigram", sample_bytes=60_000) == model
+    tokenizer = Tokenizer(model)
+    rng = random.Random(4)
+    for text in [*FRAGMENTS, *texts[:2], *(random_text(rng) for _ in range(300))]:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert len(texts[0].encode()) / len(tokenizer.encode(texts[0])) > 1.4
 
 
 def test_vocabulary_sizes_that_cannot_be_are_refused_with_the_bound(corpus: Path) -> None:

@@ -1,5 +1,6 @@
 """Which folders are complete checkpoints."""
 
+import hashlib
 import json
 import logging
 from pathlib import Path
@@ -15,6 +16,10 @@ from models.checkpoint_directory import (
     write_atomically,
     write_manifest,
 )
+
+
+def sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def _checkpoint(run: Path, step: int, complete: bool = True) -> Path:
@@ -38,6 +43,19 @@ def test_manifest_lists_every_file_and_the_facts(tmp_path: Path) -> None:
     assert verify(folder) == []
 
 
+def test_another_tokenizer_is_named_with_both_hashes(tmp_path: Path) -> None:
+    folder = _checkpoint(tmp_path, 3, complete=False)
+    (folder / "tokenizer.model").write_bytes(b"the one of training")
+    write_manifest(folder, {"step": 3})
+    (folder / "tokenizer.model").write_bytes(b"another")
+    assert verify(folder) == [
+        f"tokenizer.model does not have the recorded sha256: got {sha256(b'another')}; "
+        f"expected {sha256(b'the one of training')}"
+    ]
+    with pytest.raises(ValueError, match=sha256(b"another")):
+        resolve(folder)
+
+
 def test_written_manifest_can_be_written_again(tmp_path: Path) -> None:
     folder = _checkpoint(tmp_path, 3)
     (folder / "model.safetensors").write_bytes(b"other")
@@ -54,7 +72,8 @@ def test_missing_cut_and_changed_files_are_named(tmp_path: Path) -> None:
     assert sorted(verify(folder)) == [
         "config.json is missing",
         "engine/rank-0.pt has 3 bytes, expected 27",
-        "model.safetensors does not have the recorded sha256",
+        f"model.safetensors does not have the recorded sha256: got {sha256(b'WEIGHTS' * 3)}; "
+        f"expected {sha256(b'weights' * 3)}",
     ]
     assert "model.safetensors" not in " ".join(verify(folder, hashes=False))
     assert "model.safetensors" not in " ".join(verify(folder, only=("config.json",)))
@@ -101,7 +120,8 @@ def test_newest_complete_passes_over_and_names_newer_ones(tmp_path: Path) -> Non
     assert passed_over == [
         f"step-00001000 passed over: {step_folder(tmp_path, 1000)} has no checkpoint.json, "
         "so it was never completed",
-        "step-00000100 passed over: engine/rank-0.pt does not have the recorded sha256",
+        "step-00000100 passed over: engine/rank-0.pt does not have the recorded sha256: got "
+        f"{sha256(b'optimizes' * 100)}; expected {sha256(b'optimizer' * 100)}",
     ]
 
 

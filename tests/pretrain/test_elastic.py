@@ -67,7 +67,8 @@ from models.initialize import initialize
 from models.language_model import LanguageModel
 from pretrain.checkpoint import find_start
 from pretrain.config import load_config
-from pretrain.data import TrainingRows, training_batches
+from data_prep.training_rows import TrainingRows
+from pretrain.data import training_batches
 from pretrain.distributed import start_world
 from pretrain.engine import Engine
 from pretrain.health import Health

@@ -9,11 +9,12 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from data_prep.training_rows import TrainingRows
 from models.initialize import initialize
 from models.language_model import LanguageModel
 from models.parameter_groups import decays
 from pretrain.config import RunConfig
-from pretrain.data import TrainingRows, training_batches
+from pretrain.data import training_batches
 from pretrain.distributed import World
 from pretrain.engine import Engine, deepspeed_settings
 from pretrain.health import Health

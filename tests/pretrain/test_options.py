@@ -8,12 +8,13 @@ import torch
 from torch import nn
 from torch.optim import Muon
 
+from data_prep.training_rows import TrainingRows
 from models.initialize import initialize
 from models.language_model import LanguageModel
 from models.parameter_groups import is_hidden_matrix
 from pretrain.batch_plan import BatchPlan
 from pretrain.config import RunConfig, check_data, load_config
-from pretrain.data import TrainingRows, training_batches
+from pretrain.data import training_batches
 from pretrain.distributed import World
 from pretrain.engine import Engine
 from pretrain.health import Health
