@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_prep.mqar import MqarTask, draw_block, draw_rows
+from data_prep.mqar import MqarTask, draw_block
 from data_prep.shards import IGNORED_LABEL, Rows, read_tokenizer
-from data_prep.synth import write_mqar
+from data_prep.synth import draw_rows, write_task
 
 
 def block(task: MqarTask, rows: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -95,7 +95,7 @@ def test_settings_that_cannot_be_are_refused(changes: dict[str, float], message:
 
 def test_written_rows_are_the_drawn_rows(tmp_path: Path) -> None:
     task = MqarTask(seq_len=16, pairs=2, vocab_size=64)
-    manifest, made = write_mqar(task, tmp_path / "m", rows=20, validation_rows=5, seed=1)
+    manifest, made = write_task(task, tmp_path / "m", rows=20, validation_rows=5, seed=1)
     assert made
     assert manifest.kind == "mqar"
     assert manifest.documents_in == 25
@@ -109,10 +109,10 @@ def test_written_rows_are_the_drawn_rows(tmp_path: Path) -> None:
         assert rows[i].labels.dtype == np.int64
     with pytest.raises(ValueError, match="has no tokenizer"):
         read_tokenizer(tmp_path / "m")
-    again, made = write_mqar(task, tmp_path / "m", rows=20, validation_rows=5, seed=1)
+    again, made = write_task(task, tmp_path / "m", rows=20, validation_rows=5, seed=1)
     assert again == manifest
     assert not made
     with pytest.raises(ValueError, match="other settings: rows there is 20, asked for 30"):
-        write_mqar(task, tmp_path / "m", rows=30, validation_rows=5, seed=1)
+        write_task(task, tmp_path / "m", rows=30, validation_rows=5, seed=1)
     with pytest.raises(ValueError, match="rows do not fit: got 0"):
-        write_mqar(task, tmp_path / "n", rows=0, validation_rows=5, seed=1)
+        write_task(task, tmp_path / "n", rows=0, validation_rows=5, seed=1)
