@@ -207,6 +207,8 @@ def _results(found: Any, settings: dict[str, Any]) -> list[Result]:
             error = metrics.get(f"{metric}_stderr,{rule}")
             own = {"filter": rule, "task_version": version}
             if name.startswith(NIAH) and metric.isdecimal():
+                if value == -1:  # its way to say that no sample has this length
+                    continue
                 metric, own["length"] = "accuracy", metric
             results.append(
                 Result(

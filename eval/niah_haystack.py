@@ -24,7 +24,7 @@ class Essays:
             raise ValueError("the haystack is empty: got only white space; expected some text")
         self.text = " ".join(self.words)
         self.sha256 = sha256(self.text.encode()).hexdigest()
-        self._ends = sentence_ends(self.words)
+        self._ends = [*sentence_ends(self.words), len(self.words)]
 
     @classmethod
     def load(cls, path: Path) -> Essays:

@@ -21,6 +21,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -61,15 +62,16 @@ class SampleLog:
         # What is returned now and what a later run reads back are the same.
         self.done[key] = json.loads(line)["values"]
         if self.file is not None:
-            self.file.write(line.encode() + b"\n")
-            self.file.flush()
+            with _naming(self.file.name):
+                self.file.write(line.encode() + b"\n")
+                self.file.flush()
 
     def close(self) -> None:
         """Ends the claim on the file."""
         if self.file is not None:
-            self.file.flush()
-            os.fsync(self.file.fileno())
-            self.file.close()
+            with _naming(self.file.name), self.file:
+                self.file.flush()
+                os.fsync(self.file.fileno())
 
 
 @dataclass(frozen=True)
@@ -98,10 +100,8 @@ class SampleStore:
         digest = hashlib.sha256(json.dumps(header, sort_keys=True).encode()).hexdigest()
         header["weights_sha256"] = self.weights_sha256
         path = self.folder / FOLDER_NAME / f"{task.replace(':', '-')}-{digest[:12]}.jsonl"
-        try:
+        with _naming(path):
             return _open_file(path, header)
-        except OSError as error:
-            raise OSError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def read_samples(folder: Path) -> Iterator[tuple[dict[str, Any], dict[str, Values]]]:
@@ -110,6 +110,15 @@ def read_samples(folder: Path) -> Iterator[tuple[dict[str, Any], dict[str, Value
         header, done, _ = _parse(path.read_bytes())
         if header is not None:
             yield header, done
+
+
+@contextmanager
+def _naming(path: Path | str) -> Iterator[None]:
+    """The system's refusals as one line: those of a full disk do not name the file."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def _open_file(path: Path, header: dict[str, Any]) -> SampleLog:

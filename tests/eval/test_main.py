@@ -103,8 +103,9 @@ def test_full_disk_is_one_line_and_exit_code_1(
     assert run(monkeypatch, model_dir, *text, "--output", output) == 1
     progress, line = capsys.readouterr().err.splitlines()
     assert progress.startswith("perplexity on ")
-    assert line == f"error: cannot write {output}: No space left on device"
-    assert list(output.parent.iterdir()) == []
+    (samples,) = (output.parent / "samples").iterdir()
+    assert line == f"error: cannot write {samples}: No space left on device"
+    assert list(output.parent.iterdir()) == [samples.parent]
 
 
 def test_output_below_a_file_is_refused_before_any_scoring(
