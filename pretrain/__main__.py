@@ -19,6 +19,7 @@ from typer.core import TyperGroup
 from pretrain import train as training
 from pretrain.distributed import start_world, stop_world
 from pretrain.errors import Refused, TrainingFailed
+from pretrain.sweep import run_sweep
 
 
 class TrainByDefault(TyperGroup):
@@ -70,6 +71,30 @@ def train(
         exit_code = 1
     stop_world(world)
     raise typer.Exit(exit_code)
+
+
+@app.command()
+def sweep(
+    config: Annotated[Path, typer.Argument(help="YAML file of the sweep.")],
+    sweep_dir: Annotated[
+        Path | None, typer.Option(help="Where its runs and its table go, instead of the file's.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs, a process each.")] = 1,
+    lanes: Annotated[int, typer.Option(min=1, help="Runs that share a GPU.")] = 8,
+    workers: Annotated[int, typer.Option(min=1, help="Processes on the CPU.")] = 1,
+) -> None:
+    """Trains and scores a grid of small models on a synthetic task, or what is left of it."""
+    try:
+        run_sweep(
+            config, sweep_dir=sweep_dir, device=device, gpus=gpus, lanes=lanes, workers=workers
+        )
+    except Refused as error:
+        _print_error(str(error))
+        raise typer.Exit(2) from None
+    except (TrainingFailed, OSError) as error:
+        _print_error(str(error))
+        raise typer.Exit(1) from None
 
 
 def _print_error(message: str) -> None:
