@@ -3,8 +3,8 @@
 A row of T tokens binds N keys to N values, then asks for each key once. Two published tasks have
 this name; their numbers must never share a table.
 
-Variant "zoology" (Arora et al., arXiv 2312.04927). With T = 16, N = 2, keys 3 and 5, values 11 and 14, vocab_size 18, filler and
-ignored labels shown as `.`:
+Variant "zoology" (Arora et al., arXiv 2312.04927). With T = 16, N = 2, keys 3 and 5, values 11 and
+14, vocab_size 18, filler and ignored labels shown as `.`:
 
     position   0   1   2   3   4   5   6   7   8   9  10  11  12  13  14  15
     tokens     3  11   5  14   5   .   .   .   3   .   .   .   .   .   .   .
@@ -80,7 +80,8 @@ class MqarTask:
             raise ValueError(
                 f"vocab-size does not fit: got {self.vocab_size}; expected an even number of at "
                 f"least {smallest + smallest % 2} ({'more than seq-len, with ' if zoology else ''}"
-                f"room for {self.pairs} keys in the lower half) and at most {MAX_VOCAB_SIZE}; change it"
+                f"room for {self.pairs} keys in the lower half) and at most {MAX_VOCAB_SIZE}; "
+                "change it"
             )
         if not 0 < self.power <= 1:
             raise ValueError(f"power is out of range: got {self.power}; expected 0 < power <= 1")
@@ -123,7 +124,9 @@ def draw_block(
     return tokens, labels
 
 
-def draw_distinct(rng: np.random.Generator, weights: np.ndarray, rows: int, count: int) -> np.ndarray:
+def draw_distinct(
+    rng: np.random.Generator, weights: np.ndarray, rows: int, count: int
+) -> np.ndarray:
     """[rows, count]: per row `count` different indices into `weights`, in the order drawn.
 
     An exponential race: index j arrives after a time Exp(1) / weights[j], and the first `count`

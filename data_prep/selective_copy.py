@@ -4,22 +4,23 @@ Two published tasks have this name; their numbers must never share a table.
 
 Variant "s4" (the generator of the S4 repository, which the Mamba paper's experiment used). With
 vocab_size A the ids are 0 blank, 1 .. A-2 data, A-1 marker. M data tokens, repetition allowed,
-stand at sorted random places among the first P = T - M positions, the rest of them is 0; then come M
-markers, and the m-th marker's own position has to predict the m-th data token. (S4 writes P = L + M,
-so a row is L + 2M tokens; the Mamba paper has L = 4096, M = 16, A = 16.) With P = 9, M = 3, A = 8:
+stand at sorted random places among the first P = T - M positions, the rest of them is 0; then come
+M markers, and the m-th marker's own position has to predict the m-th data token. (S4 writes
+P = L + M, so a row is L + 2M tokens; the Mamba paper has L = 4096, M = 16, A = 16.) With P = 9,
+M = 3, A = 8:
 
     position   0   1   2   3   4   5   6   7   8   9  10  11
     tokens     0   4   0   0   6   0   0   4   0   7   7   7
     labels     .   .   .   .   .   .   .   .   .   4   6   4
 
 Variant "adaptive-decay" (the public code of arXiv 2605.06946). Ids: 0 padding, never drawn, 1
-separator, 2 blank, then ceil((V-3)/2) data ids and the rest noise (V = 128: data 3 .. 65, noise 67
-.. 127; id 66 is not used there and not here). M DISTINCT data tokens at sorted random places, noise
-everywhere else in the first T - M - 1 positions; a separator; M blanks. The separator and all blanks
-but the last predict the data tokens in order. With T = 13, M = 3, V = 14, data 3 .. 7, noise 9 .. 13:
+separator, 2 blank, then (V-2) // 2 data ids, one unused, and the rest noise (V = 128: data 3 .. 65,
+noise 67 .. 127). M DISTINCT data tokens at sorted random places, noise everywhere else in the first
+T - M - 1 positions; a separator; M blanks. The separator and all blanks but the last predict the
+data tokens in order. With T = 13, M = 3, V = 14, data 3 .. 8, noise 10 .. 13:
 
     position   0   1   2   3   4   5   6   7   8   9  10  11  12
-    tokens    11   5   9  13   3  10   7  12   9   1   2   2   2
+    tokens    11   5  10  13   3  10   7  12  13   1   2   2   2
     labels     .   .   .   .   .   .   .   .   .   5   3   7   .
 
 Every other label is -100. Chance for a token is 1 / (number of data ids).
@@ -44,7 +45,7 @@ SEPARATOR, BLANK, FIRST_DATA = 1, 2, 3  # adaptive-decay
 
 @dataclass(frozen=True, kw_only=True)
 class SelectiveCopyTask:
-    """Settings of the task; checked when made. seq_len T and copied M as in the module docstring."""
+    """Settings of the task, checked when made; seq_len T and copied M as in the module's text."""
 
     seq_len: int
     copied: int = 16
@@ -77,7 +78,7 @@ class SelectiveCopyTask:
         """The ids that are copied."""
         if self.variant == "s4":
             return range(1, self.vocab_size - 1)
-        return range(FIRST_DATA, FIRST_DATA + (self.vocab_size - FIRST_DATA + 1) // 2)
+        return range(FIRST_DATA, FIRST_DATA + (self.vocab_size - 2) // 2)
 
     @property
     def noise_ids(self) -> range:

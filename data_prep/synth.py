@@ -92,9 +92,7 @@ def write_task(
     return manifest, True
 
 
-def _write_split(
-    task: SyntheticTask, folder: Path, split: str, rows: int, seed: int
-) -> SplitFacts:
+def _write_split(task: SyntheticTask, folder: Path, split: str, rows: int, seed: int) -> SplitFacts:
     remove(folder)
     writer = ShardWriter(
         folder, row_tokens=task.seq_len, vocab_size=task.vocab_size, with_labels=True

@@ -8,11 +8,10 @@ import logging
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
-from click import Context
 from pydantic import ValidationError
 from rich.console import Console
 from typer.core import TyperGroup
@@ -27,7 +26,7 @@ from eval.task import NAMES, find_task
 class EvaluateByDefault(TyperGroup):
     """`python -m eval CHECKPOINT` is `python -m eval evaluate CHECKPOINT`."""
 
-    def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] not in self.commands and args[0] != "--help":
             args = ["evaluate", *args]
         return super().parse_args(ctx, args)

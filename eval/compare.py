@@ -104,10 +104,11 @@ def shared_rows(contents: Sequence[Sequence[dict[str, Any]]]) -> list[Row]:
     for place, entries in enumerate(contents):
         for entry in entries:
             settings = {k: v for k, v in entry["settings"].items() if k not in _NOT_COMPARED}
-            identity = [entry[name] for name in ("task", "version", "metric", "unit")]
-            key = json.dumps([*identity, settings], sort_keys=True)
+            identity = {name: entry[name] for name in ("task", "version", "metric", "unit")}
+            key = json.dumps([identity, settings], sort_keys=True)
             if key not in rows:
-                rows[key] = Row(*identity, entry["settings"], [None] * len(contents))  # type: ignore[arg-type]
+                none: list[tuple[float, float | None] | None] = [None] * len(contents)
+                rows[key] = Row(**identity, settings=entry["settings"], values=none)
             rows[key].values[place] = (entry["value"], entry["standard_error"])
     return list(rows.values())
 
@@ -207,7 +208,8 @@ def _markdown(
             f"## Paired tests against {names[0]}",
             "",
             f"{len(tests)} tests on the same samples; about {0.05 * len(tests):.1f} of them fall "
-            "below p = 0.05 by chance alone. Difference: model minus first, with its 95 % interval.",
+            "below p = 0.05 by chance alone. Difference: model minus first, with its 95 % "
+            "interval.",
             "",
             *_table(["measurement", "value", "model", "difference", "p", "samples", "test"]),
         ]
@@ -216,7 +218,15 @@ def _markdown(
             span = f"{r.difference:+.4f} [{r.low:+.4f}, {r.high:+.4f}]"
             lines.append(
                 _line(
-                    [test.what, test.metric, test.model, span, f"{r.p:.4f}", str(r.samples), r.method]
+                    [
+                        test.what,
+                        test.metric,
+                        test.model,
+                        span,
+                        f"{r.p:.4f}",
+                        str(r.samples),
+                        r.method,
+                    ]
                 )
             )
     for title, path in figures:

@@ -23,7 +23,7 @@ from hashlib import sha256
 import numpy as np
 import torch
 
-from data_prep.sources import Document, list_files, read_documents
+from data_prep.sources import UNIT_BYTES, Document, list_files, make_units, read_documents
 from eval.result import Options, Result, Subject
 from eval.samples import Values
 from eval.scoring import Score, losses, mean_and_error
@@ -37,9 +37,7 @@ EVERY = 1024
 def bucket_ends(length: int) -> list[int]:
     """The last position of each bucket: 1, 2, 4, ... and 1024, 2048, 3072, ..., up to `length`."""
     powers = {1 << i for i in range(length.bit_length())}
-    return sorted(
-        end for end in {*powers, *range(EVERY, length, EVERY), length} if end <= length
-    )
+    return sorted(end for end in {*powers, *range(EVERY, length, EVERY), length} if end <= length)
 
 
 def check(subject: Subject, options: Options) -> None:
@@ -71,7 +69,8 @@ def _documents(options: Options) -> list[Document]:
             "task loss-by-position has no text: got no --text; expected long documents, text or "
             "JSON lines; add --text FILE"
         )
-    found = list(read_documents(tuple(list_files([str(path) for path in options.texts]))))
+    units = make_units(list_files([str(path) for path in options.texts]), UNIT_BYTES)
+    found = (one for unit in units for one in read_documents(unit))
     documents = [one for one in found if isinstance(one, Document)]
     if not documents:
         raise ValueError(

@@ -81,4 +81,6 @@ def _strings(content: object) -> list[str]:
         return [content]
     if isinstance(content, dict):
         content = list(content.values())
-    return [text for part in content for text in _strings(part)] if isinstance(content, list) else []
+    return (
+        [text for part in content for text in _strings(part)] if isinstance(content, list) else []
+    )

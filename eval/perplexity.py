@@ -118,7 +118,11 @@ def window_and_stride(subject: Subject, options: Options) -> tuple[int, int]:
 def window_settings(subject: Subject, options: Options) -> dict[str, int | str]:
     """The settings of a rolling score that change its value."""
     window, stride = window_and_stride(subject, options)
-    policy = {"window": window, "stride": stride, "bos": "first window of each document"}
+    policy: dict[str, int | str] = {
+        "window": window,
+        "stride": stride,
+        "bos": "first window of each document",
+    }
     return policy | subject.length_mark(window)
 
 

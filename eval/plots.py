@@ -95,7 +95,9 @@ def loss_curves(path: Path, logs: Mapping[str, Log]) -> Path:
     return _save(figure, path)
 
 
-def bars(path: Path, title: str, names: Sequence[str], values: Mapping[str, Sequence[float]]) -> Path:
+def bars(
+    path: Path, title: str, names: Sequence[str], values: Mapping[str, Sequence[float]]
+) -> Path:
     """Groups of bars: one group for each of `values`, one bar in it for each name."""
     figure, axes = _figure(2 + 0.5 * len(names) * len(values), 4)
     width = 0.8 / len(names)

@@ -33,7 +33,7 @@ def track(items: Iterable[Item], total: int, what: str) -> Iterator[Item]:
 
 
 def duration(seconds: float) -> str:
-    """"42 s", "3 min 05 s", "2 h 07 min"."""
+    """ "42 s", "3 min 05 s", "2 h 07 min"."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

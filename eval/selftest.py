@@ -94,7 +94,7 @@ def run(wikitext_train: Path | None = None, wikitext_files: Sequence[Path] = ())
             "WikiText's files belong together: got one of --wikitext-train and --wikitext; "
             "expected both or none"
         )
-    lines = []
+    lines: list[Line] = []
     with tempfile.TemporaryDirectory() as folder:
         material = Material(Path(folder))
         parts = [
@@ -177,7 +177,8 @@ def _article(rng: random.Random, title: str) -> str:
     """In WikiText's form, with what its detokeniser changes."""
     lines = [" \n", f" = {title} = \n", " \n"]
     for _ in range(6):
-        words = f"{_sentence(rng)} , {rng.randint(1, 9)} @,@ {rng.randint(100, 999)} ( {_sentence(rng)} )"
+        number = f"{rng.randint(1, 9)} @,@ {rng.randint(100, 999)}"
+        words = f"{_sentence(rng)} , {number} ( {_sentence(rng)} )"
         lines += [f" {words} ; {_sentence(rng)} 's . \n", " \n"]
     return "".join(lines)
 
@@ -190,9 +191,7 @@ def _scores(task: str, subject: Subject, options: Options) -> list[Result]:
 
 def _value(results: Sequence[Result], metric: str, **settings: object) -> float:
     (one,) = (
-        r.value
-        for r in results
-        if r.metric == metric and settings.items() <= r.settings.items()
+        r.value for r in results if r.metric == metric and settings.items() <= r.settings.items()
     )
     return one
 

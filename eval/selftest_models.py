@@ -49,7 +49,7 @@ class UnigramModel:
 
 
 class BigramModel:
-    """p(b | a) = (count(a, b) + p(b)) / (count(a) + 1), p(b) = (count(b) + 1) / (n + vocab_size)."""
+    """p(b | a) = (count(a, b) + p(b)) / (count(a) + 1);   p(b) = (count(b) + 1) / (n + V)."""
 
     def __init__(self, texts: Iterable[Sequence[int]], vocab_size: int) -> None:
         self.single: Counter[int] = Counter()
@@ -95,7 +95,7 @@ class TextOracle:
         return logits
 
     def _longest(self, ids: np.ndarray) -> tuple[int, int]:
-        """Where the longest known beginning of `ids` stands, and how long it is: padding follows."""
+        """Where the longest known beginning of `ids` stands, and its length: padding follows."""
         place, low, high = 0, 0, len(ids)
         while low < high:
             middle = (low + high + 1) // 2
@@ -135,7 +135,9 @@ class CopyOracle:
 
     def __init__(self, task: SelectiveCopyTask) -> None:
         self.task = task
-        self.asking = {SEPARATOR, BLANK} if task.variant == "adaptive-decay" else {task.vocab_size - 1}
+        self.asking = (
+            {SEPARATOR, BLANK} if task.variant == "adaptive-decay" else {task.vocab_size - 1}
+        )
 
     def __call__(self, tokens: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         logits = torch.zeros(*tokens.shape, self.task.vocab_size)

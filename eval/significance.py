@@ -3,8 +3,8 @@
 Both models answered the same samples, so their differences are tested, not their means: most of
 the spread between samples then cancels.
 
-    two outcomes (right or wrong)    McNemar's exact test: of the samples on which the models differ,
-                                     are more won by one than a fair coin would give?
+    two outcomes (right or wrong)    McNemar's exact test: of the samples on which the models
+                                     differ, are more won by one than a fair coin would give?
     numbers                          sign-flip permutation test of the mean difference; samples of
                                      one document or book flip together
 

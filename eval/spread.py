@@ -58,7 +58,9 @@ def connected(address: str | None, gpus: int, workers: int) -> Iterator[None]:
             _start_private(folder, env, max(gpus, workers))
         else:
             try:
-                ray.init(address=address, logging_level=logging.ERROR, runtime_env={"env_vars": env})
+                ray.init(
+                    address=address, logging_level=logging.ERROR, runtime_env={"env_vars": env}
+                )
             except (ConnectionError, ValueError) as error:
                 raise ValueError(
                     f"no Ray cluster answers: got --address {address}; expected HOST:PORT of a "
@@ -79,7 +81,9 @@ def connected(address: str | None, gpus: int, workers: int) -> Iterator[None]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def run_spread(units: Sequence[Unit], gpus: int, workers: int) -> Iterator[tuple[Unit, list[Result]]]:
+def run_spread(
+    units: Sequence[Unit], gpus: int, workers: int
+) -> Iterator[tuple[Unit, list[Result]]]:
     """Runs the units on a connected Ray, at most `gpus` (or `workers`) at a time; yields each with
     its results as it ends.
 
@@ -90,7 +94,8 @@ def run_spread(units: Sequence[Unit], gpus: int, workers: int) -> Iterator[tuple
 
     resources: dict[str, Any] = {"num_gpus": 1} if gpus else {"num_cpus": 1}
     remote = ray.remote(max_retries=0, **resources)(_run_there)
-    waiting, running = list(units), {}
+    waiting = list(units)
+    running: dict[Any, Unit] = {}
     began, done = time.monotonic(), 0
     while waiting or running:
         while waiting and len(running) < (gpus or workers):

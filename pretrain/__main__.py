@@ -10,10 +10,9 @@ SIGTERM / SIGINT after a checkpoint was written.
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-from click import Context
 from typer.core import TyperGroup
 
 from pretrain import train as training
@@ -25,7 +24,7 @@ from pretrain.sweep import run_sweep
 class TrainByDefault(TyperGroup):
     """`python -m pretrain CONFIG` is `python -m pretrain train CONFIG`."""
 
-    def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] not in self.commands and args[0] != "--help":
             args = ["train", *args]
         return super().parse_args(ctx, args)
@@ -80,15 +79,14 @@ def sweep(
         Path | None, typer.Option(help="Where its runs and its table go, instead of the file's.")
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    gpus: Annotated[int, typer.Option(min=1, help="GPUs, a process each.")] = 1,
-    lanes: Annotated[int, typer.Option(min=1, help="Runs that share a GPU.")] = 8,
-    workers: Annotated[int, typer.Option(min=1, help="Processes on the CPU.")] = 1,
+    gpus: Annotated[int, typer.Option(min=1, help="How many to use.")] = 1,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Runs at a time on each GPU (8), or on the CPU (1).")
+    ] = None,
 ) -> None:
     """Trains and scores a grid of small models on a synthetic task, or what is left of it."""
     try:
-        run_sweep(
-            config, sweep_dir=sweep_dir, device=device, gpus=gpus, lanes=lanes, workers=workers
-        )
+        run_sweep(config, sweep_dir=sweep_dir, device=device, gpus=gpus, workers=workers)
     except Refused as error:
         _print_error(str(error))
         raise typer.Exit(2) from None

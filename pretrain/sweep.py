@@ -1,11 +1,11 @@
-"""python -m pretrain sweep SWEEP.yaml: trains and scores a grid of small models on a synthetic task.
+"""python -m pretrain sweep SWEEP.yaml: a grid of small models, trained and scored.
 
     SWEEP_DIR/runs/<run>/result.json    pretrain/sweep_run.py
     SWEEP_DIR/table.md, table.json      pretrain/sweep_table.py; written after every run
 
-On a GPU several runs share it (`lanes`), in one process per GPU; on the CPU there is one run a
-process. Started again, complete runs are not run again and broken off ones go on from their last
-scoring.
+Small models are bound by the launching of kernels, so many runs share a GPU: `workers` processes on
+each, one run at a time in a process. Started again, complete runs are not run again and broken off
+ones go on from their last scoring.
 """
 
 import fcntl
@@ -26,10 +26,11 @@ from eval.progress import duration
 from models.checkpoint_directory import write_atomically
 from pretrain.errors import Refused, TrainingFailed
 from pretrain.sweep_config import RunSpec, SweepConfig, load_sweep
-from pretrain.sweep_run import finished_result, run_lanes
+from pretrain.sweep_run import finished_result, train_run
 from pretrain.sweep_table import markdown, summaries
 
 POLL_SECONDS = 1.0
+WORKERS_PER_GPU = 8
 
 
 @dataclass
@@ -78,13 +79,13 @@ class Sweep:
 
 
 def run_sweep(
-    path: Path, *, sweep_dir: Path | None, device: str, gpus: int, lanes: int, workers: int
+    path: Path, *, sweep_dir: Path | None, device: str, gpus: int, workers: int | None
 ) -> None:
     """Trains what is left of a sweep and writes its table.
 
     Args:
-        device: auto, cpu or cuda. gpus: processes on a GPU each. lanes: runs that share a GPU.
-        workers: processes on the CPU.
+        device: auto, cpu or cuda. gpus: how many to use. workers: processes on each GPU, or on the
+            CPU; None: 8 or 1.
 
     Raises:
         Refused: something the user has to change, found before any training.
@@ -101,22 +102,15 @@ def run_sweep(
     todo = sweep.todo()
     console.print(
         f"{config.sweep_dir}: {len(config.runs())} runs, {len(sweep.results)} complete; "
-        f"{len(devices)} x {devices[0].type}"
-        + (f", {lanes} runs at a time on each" if devices[0].type == "cuda" else "")
+        f"{len(devices)} processes on {devices[0].type}"
     )
     try:
-        if todo and len(devices) == 1:
-            waiting = list(reversed(todo))
-            run_lanes(
-                config,
-                lambda: waiting.pop() if waiting else None,
-                sweep.folder_of,
-                devices[0],
-                lanes if devices[0].type == "cuda" else 1,
-                sweep.note,
-            )
+        if len(devices) == 1:
+            for spec in todo:
+                folder = sweep.folder_of(spec)
+                sweep.note(spec, train_run(config, spec, folder, devices[0]))
         elif todo:
-            _run_processes(sweep, todo, devices, lanes)
+            _run_processes(sweep, todo, devices)
     finally:
         os.close(lock)
     sweep.write_table()
@@ -124,19 +118,19 @@ def run_sweep(
     console.print(f"table: {config.sweep_dir / 'table.md'}")
 
 
-def _devices(name: str, gpus: int, workers: int) -> list[torch.device]:
+def _devices(name: str, gpus: int, workers: int | None) -> list[torch.device]:
     """One device for each process."""
     have = torch.cuda.device_count()
     if name not in ("auto", "cpu", "cuda"):
         raise Refused(f"unknown device: got {name}; expected auto, cpu or cuda")
     if name == "cpu" or (name == "auto" and not have):
-        return [torch.device("cpu")] * workers
+        return [torch.device("cpu")] * (workers or 1)
     if gpus > have:
         raise Refused(
             f"not enough GPUs: got --gpus {gpus}; expected at most {have}; ask for less, or use "
             "--device cpu"
         )
-    return [torch.device("cuda", i) for i in range(gpus)]
+    return [torch.device("cuda", i) for i in range(gpus)] * (workers or WORKERS_PER_GPU)
 
 
 def _claim(sweep_dir: Path) -> int:
@@ -160,31 +154,31 @@ def _claim(sweep_dir: Path) -> int:
     return lock
 
 
-def _run_processes(
-    sweep: Sweep, todo: list[RunSpec], devices: list[torch.device], lanes: int
-) -> None:
+def _run_processes(sweep: Sweep, todo: list[RunSpec], devices: list[torch.device]) -> None:
+    """Trains the runs in a process for each device named."""
     spawn = multiprocessing.get_context("spawn")  # CUDA and torch's threads do not survive a fork
     specs, done = spawn.Queue(), spawn.Queue()
     for spec in todo:
         specs.put(spec)
+    for _ in devices:
+        specs.put(None)
     processes: list[BaseProcess] = [
         spawn.Process(
-            target=_work,
-            args=(sweep.config, specs, done, device, lanes, len(devices)),
-            daemon=True,
+            target=_work, args=(sweep.config, specs, done, device, len(devices)), daemon=True
         )
-        for device in devices
+        for device in devices[: len(todo)]
     ]
     for process in processes:
         process.start()
     try:
         left = len(todo)
         while left:
+            ended = not any(process.is_alive() for process in processes)
             try:
                 sweep.note(*done.get(timeout=POLL_SECONDS))
                 left -= 1
             except queue.Empty:
-                if not any(process.is_alive() for process in processes) and done.empty():
+                if ended:
                     raise TrainingFailed(
                         f"{left} runs were not finished: every worker has ended; its error stands "
                         "above; start the same command again to go on"
@@ -195,26 +189,10 @@ def _run_processes(
             process.join()
 
 
-def _work(
-    config: SweepConfig, specs: Any, done: Any, device: torch.device, lanes: int, processes: int
-) -> None:
+def _work(config: SweepConfig, specs: Any, done: Any, device: torch.device, processes: int) -> None:
     """One process: takes runs until there are none."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // processes))
-
-    def next_spec() -> RunSpec | None:
-        try:
-            return specs.get(timeout=POLL_SECONDS)
-        except queue.Empty:
-            return None
-
-    run_lanes(
-        config,
-        next_spec,
-        lambda spec: config.sweep_dir / "runs" / spec.key,
-        device,
-        lanes if device.type == "cuda" else 1,
-        lambda spec, result: done.put((spec, result)),
-    )
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // processes))
+    while (spec := specs.get()) is not None:
+        done.put((spec, train_run(config, spec, config.sweep_dir / "runs" / spec.key, device)))

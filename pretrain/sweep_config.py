@@ -171,7 +171,9 @@ class RunSpec:
     @property
     def arm(self) -> tuple[Any, ...]:
         """What runs have in common that differ in learning rate and seed only."""
-        return tuple(value for name, value in asdict(self).items() if name not in ("peak_lr", "seed"))
+        return tuple(
+            value for name, value in asdict(self).items() if name not in ("peak_lr", "seed")
+        )
 
 
 class SweepConfig(_Section):
@@ -201,8 +203,8 @@ class SweepConfig(_Section):
             )
         for spec in self.runs():
             self.model_of(spec)
-            for part in (*self.segments(spec), *self.cells(spec)):
-                self.task.rows_of(part.seq_len, part.pairs)
+            for sizes in self._sizes(spec):
+                self.task.rows_of(*sizes)
         return self
 
     def runs(self) -> list[RunSpec]:
@@ -238,6 +240,11 @@ class SweepConfig(_Section):
         assert spec.pairs is not None
         return (Cell(seq_len=spec.seq_len, pairs=spec.pairs, rows=self.training.test_rows),)
 
+    def _sizes(self, spec: RunSpec) -> list[tuple[int, int]]:
+        """(seq_len, pairs) of everything that a run reads."""
+        trained = [(segment.seq_len, segment.pairs) for segment in self.segments(spec)]
+        return trained + [(cell.seq_len, cell.pairs) for cell in self.cells(spec)]
+
     @property
     def pairs_name(self) -> str:
         """What a row has so many of."""
@@ -246,9 +253,7 @@ class SweepConfig(_Section):
     @property
     def longest_row(self) -> int:
         """Tokens of the longest row of the sweep."""
-        if self.mix is not None:
-            return max(part.seq_len for part in (*self.mix.train, *self.mix.test))
-        return max(self.grid.seq_len)
+        return max(seq_len for spec in self.runs() for seq_len, _ in self._sizes(spec))
 
     def model_of(self, spec: RunSpec) -> ModelConfig:
         """The model of a run.
@@ -300,7 +305,9 @@ def load_sweep(path: Path, sweep_dir: Path | None = None) -> SweepConfig:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):
-        raise ValueError(f"{path} holds no settings: expected sweep_dir, task, grid, ... as a mapping")
+        raise ValueError(
+            f"{path} holds no settings: expected sweep_dir, task, grid, ... as a mapping"
+        )
     if sweep_dir is not None:
         tree = {**tree, "sweep_dir": str(sweep_dir)}
     try:

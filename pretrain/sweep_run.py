@@ -1,9 +1,7 @@
 """One run of a sweep: a small model, trained and scored on rows that are drawn in memory.
 
 Logits are taken at the labelled positions only, which are a few of each row: at a vocabulary of
-8,192 the others would cost more than the model. On a CUDA device an update (forward, backward,
-AdamW) is captured as one CUDA graph for each shape of batch and replayed on the run's own stream:
-small models are bound by launches, and graphs of several runs overlap on one GPU.
+8,192 the others would cost more than the model.
 
 A run's folder, RUNS below the sweep's:
 
@@ -16,9 +14,7 @@ import io
 import json
 import math
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -27,6 +23,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.optim import AdamW
 
 from data_prep.shards import IGNORED_LABEL
 from data_prep.synth import SyntheticTask, draw_rows
@@ -34,14 +31,12 @@ from eval.scoring import Score, score_batch, total
 from models.checkpoint_directory import write_atomically
 from models.initialize import initialize
 from models.language_model import LanguageModel
+from models.parameter_groups import decays
 from models.weights import save_model
-from pretrain.config import OptimizerConfig
-from pretrain.optimizer import build_optimizer
 from pretrain.sweep_config import Cell, RunSpec, SweepConfig
 
 RESULT_NAME, STATE_NAME, MODEL_FOLDER = "result.json", "state.pt", "model"
 SCORE_TOKENS = 65_536  # tokens of one forward pass while scoring
-WARMUP_UPDATES = 3  # before a capture; undone
 
 
 @dataclass(frozen=True)
@@ -99,7 +94,9 @@ class History:
 class SweepRun:
     """A run in progress; `advance` makes one update."""
 
-    def __init__(self, config: SweepConfig, spec: RunSpec, folder: Path, device: torch.device) -> None:
+    def __init__(
+        self, config: SweepConfig, spec: RunSpec, folder: Path, device: torch.device
+    ) -> None:
         self.config, self.spec, self.folder, self.device = config, spec, folder, device
         self.cells = config.cells(spec)
         self.train = [
@@ -120,17 +117,18 @@ class SweepRun:
         self.model = LanguageModel(config.model_of(spec))
         initialize(self.model, spec.seed)
         self.model.to(device)
-        settings = OptimizerConfig(
-            peak_lr=spec.peak_lr, betas=training.betas, weight_decay=training.weight_decay
+        named = list(self.model.named_parameters())
+        groups: list[dict[str, Any]] = [
+            {"params": [p for name, p in named if decays(name)]},
+            {"params": [p for name, p in named if not decays(name)], "weight_decay": 0.0},
+        ]
+        self.optimizer = AdamW(
+            groups,
+            lr=spec.peak_lr,
+            betas=training.betas,
+            weight_decay=training.weight_decay,
         )
-        self.optimizer = build_optimizer(self.model, settings)
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        if self.stream is not None:
-            for group in self.optimizer.param_groups:
-                group["capturable"] = True
-                group["lr"] = torch.tensor(spec.peak_lr, device=device)
         self.loss = torch.zeros((), device=device)
-        self._graphs: dict[tuple[int, ...], _Graph] = {}
         self._epoch: tuple[int, list[Batch]] | None = None
         self.history = History()
         self._load_state()
@@ -149,17 +147,16 @@ class SweepRun:
     def advance(self) -> None:
         """One update; where one is due, a scoring, after which the run's state is on disk."""
         training, history = self.config.training, self.history
-        with torch.cuda.stream(self.stream) if self.stream is not None else nullcontext():
-            self._update(self._batch(history.step))
-            history.step += 1
-            if history.step % training.score_every_steps and history.step != self.total_steps:
-                return
-            if not math.isfinite(float(self.loss)):
-                history.diverged = True
-            else:
-                history.scored.append(self._score())
-            history.seconds = time.perf_counter() - self._began
-            self._save_state()
+        self.loss = self._update(self._batch(history.step))
+        history.step += 1
+        if history.step % training.score_every_steps and history.step != self.total_steps:
+            return
+        if not math.isfinite(float(self.loss)):
+            history.diverged = True
+        else:
+            history.scored.append(self._score())
+        history.seconds = time.perf_counter() - self._began
+        self._save_state()
 
     def finish(self) -> dict[str, Any]:
         """Writes the model directory and the result; the result."""
@@ -198,29 +195,15 @@ class SweepRun:
             done = step // self.epoch_steps * self.epoch_steps / self.total_steps
         return self.spec.peak_lr * (1 + math.cos(math.pi * done)) / 2
 
-    def _update(self, batch: Batch) -> None:
-        lr = self._learning_rate(self.history.step)
-        for group in self.optimizer.param_groups:
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(lr)
-            else:
-                group["lr"] = lr
-        rows = self.train[batch.segment]
-        columns = (rows.tokens[batch.rows], rows.where[batch.rows], rows.labels[batch.rows])
-        if self.stream is None:
-            self.loss = self._step(*columns)
-            return
-        shape = (*columns[0].shape, columns[1].shape[1])
-        if shape not in self._graphs:
-            self._graphs[shape] = self._captured(columns)
-        self.loss = self._graphs[shape].replay(columns)
-
-    def _step(self, tokens: Tensor, where: Tensor, labels: Tensor) -> Tensor:
+    def _update(self, batch: Batch) -> Tensor:
         """Forward, backward, AdamW; the loss, nats a label."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._learning_rate(self.history.step)
+        rows = self.train[batch.segment]
         self.optimizer.zero_grad(set_to_none=True)
         with self._autocast():
-            logits = logits_at(self.model, tokens, where)
-        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+            logits = logits_at(self.model, rows.tokens[batch.rows], rows.where[batch.rows])
+        loss = F.cross_entropy(logits.flatten(0, 1), rows.labels[batch.rows].flatten())
         loss.backward()
         if (norm := self.config.training.clip_norm) is not None:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), norm)
@@ -232,23 +215,7 @@ class SweepRun:
             self.device.type,
             torch.bfloat16,
             enabled=self.config.training.precision == "bf16",
-            cache_enabled=False,  # a graph must read the weights anew
         )
-
-    def _captured(self, columns: tuple[Tensor, ...]) -> "_Graph":
-        """The update for batches of this shape. What the warm-up changes is put back."""
-        state = io.BytesIO()
-        torch.save(self._state(), state)
-        fixed = tuple(column.clone() for column in columns)
-        for _ in range(WARMUP_UPDATES):
-            self._step(*fixed)
-        self.optimizer.zero_grad(set_to_none=True)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self.stream):
-            loss = self._step(*fixed)
-        state.seek(0)
-        self._put(torch.load(state, weights_only=True, map_location=self.device))
-        return _Graph(graph, fixed, loss)
 
     @torch.no_grad()
     def _score(self) -> dict[str, Any]:
@@ -264,7 +231,11 @@ class SweepRun:
     def _score_cell(self, cell: Cell) -> dict[str, float]:
         task = self.config.task
         rows = drawn(
-            task.rows_of(cell.seq_len, cell.pairs), cell.rows, "test", task.data_seed, str(self.device)
+            task.rows_of(cell.seq_len, cell.pairs),
+            cell.rows,
+            "test",
+            task.data_seed,
+            str(self.device),
         )
         scores: list[Score] = []
         size = max(1, SCORE_TOKENS // cell.seq_len)
@@ -297,28 +268,15 @@ class SweepRun:
             "curve": [[one["step"], one["accuracy"]] for one in scored],
         }
 
-    def _state(self) -> dict[str, Any]:
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-
-    def _put(self, state: dict[str, Any]) -> None:
-        """Numbers into the tensors that are there: a captured update goes on using those."""
-        with torch.no_grad():
-            for name, parameter in self.model.state_dict().items():
-                parameter.copy_(state["model"][name])
-            if not self.optimizer.state or self.stream is None:
-                self.optimizer.load_state_dict(state["optimizer"])
-                return
-            before = state["optimizer"]["state"]
-            parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-            for place, parameter in enumerate(parameters):
-                for name, value in self.optimizer.state[parameter].items():
-                    value.copy_(before[place][name]) if place in before else value.zero_()
-
     def _save_state(self) -> None:
+        state = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "history": json.dumps(asdict(self.history)),
+            "identity": json.dumps(self.config.identity(self.spec), sort_keys=True),
+        }
         content = io.BytesIO()
-        history = json.dumps(self.history.__dict__)
-        identity = json.dumps(self.config.identity(self.spec), sort_keys=True)
-        torch.save({**self._state(), "history": history, "identity": identity}, content)
+        torch.save(state, content)
         self.folder.mkdir(parents=True, exist_ok=True)
         write_atomically(self.folder / STATE_NAME, content.getvalue())
 
@@ -328,27 +286,10 @@ class SweepRun:
             return
         state = torch.load(path, weights_only=True, map_location=self.device)
         if state["identity"] != json.dumps(self.config.identity(self.spec), sort_keys=True):
-            return
-        self._put(state)
-        for group in self.optimizer.param_groups:
-            if self.stream is not None and not isinstance(group["lr"], Tensor):
-                group["lr"] = torch.tensor(self.spec.peak_lr, device=self.device)
+            return  # of other settings: this run starts from its beginning
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
         self.history = History(**json.loads(state["history"]))
-
-
-@dataclass(frozen=True)
-class _Graph:
-    """A captured update with the tensors that it reads and the loss that it writes."""
-
-    graph: torch.cuda.CUDAGraph
-    columns: tuple[Tensor, ...]
-    loss: Tensor
-
-    def replay(self, columns: tuple[Tensor, ...]) -> Tensor:
-        for fixed, new in zip(self.columns, columns, strict=True):
-            fixed.copy_(new)
-        self.graph.replay()
-        return self.loss
 
 
 def finished_result(config: SweepConfig, spec: RunSpec, folder: Path) -> dict[str, Any] | None:
@@ -364,33 +305,11 @@ def finished_result(config: SweepConfig, spec: RunSpec, folder: Path) -> dict[st
     return result if isinstance(result, dict) and result.get("identity") == same else None
 
 
-Notice = Callable[[RunSpec, dict[str, Any]], None]
-"""Called with every run that has become complete, and its result."""
-
-
-def run_lanes(
-    config: SweepConfig,
-    next_spec: Callable[[], RunSpec | None],
-    folder_of: Callable[[RunSpec], Path],
-    device: torch.device,
-    lanes: int,
-    notice: Notice,
-) -> None:
-    """Trains runs, `lanes` of them at a time in turns, until `next_spec` has no more."""
-    running: list[SweepRun] = []
-    more = True
-    while True:
-        while more and len(running) < lanes:
-            spec = next_spec()
-            if spec is None:
-                more = False
-            else:
-                running.append(SweepRun(config, spec, folder_of(spec), device))
-        if not running:
-            return
-        for run in running:
-            if not run.complete:
-                run.advance()
-        for run in [run for run in running if run.complete]:
-            running.remove(run)
-            notice(run.spec, run.finish())
+def train_run(
+    config: SweepConfig, spec: RunSpec, folder: Path, device: torch.device
+) -> dict[str, Any]:
+    """Trains a run to its end, from where it was; its result."""
+    run = SweepRun(config, spec, folder, device)
+    while not run.complete:
+        run.advance()
+    return run.finish()

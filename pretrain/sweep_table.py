@@ -42,13 +42,13 @@ ADAPTIVE_DECAY = {
 }
 SOURCES = {
     "log-linear-attention": (
-        "Published: Log-Linear Attention (arXiv 2506.04761), MQAR, T = 256, 4-64 pairs, five seeds, "
-        "as three digests give its table. Their model: embedding dropout 0.1, which ours lacks."
+        "Published: Log-Linear Attention (arXiv 2506.04761), MQAR, T = 256, 4-64 pairs, five "
+        "seeds, as three digests give its table. Their model: embedding dropout 0.1, which ours lacks."
     ),
     "adaptive-decay": (
-        "Published: Adaptive Memory Decay (arXiv 2605.06946). Their model has no short convolution, "
-        "no gate and post-norm layers, and their number is the best checkpoint on the scored rows: "
-        "compare it with `best`, between arms rather than to the digit."
+        "Published: Adaptive Memory Decay (arXiv 2605.06946). Their model has no short "
+        "convolution, no gate and post-norm layers, and their number is the best checkpoint on the "
+        "scored rows: compare it with `best`, between arms rather than to the digit."
     ),
 }
 
@@ -71,7 +71,9 @@ def summaries(config: SweepConfig, results: Results) -> list[dict[str, Any]]:
             arms.setdefault(spec.arm, {}).setdefault(spec.peak_lr, []).append(spec)
     rows = []
     for by_lr in arms.values():
-        best_lr = max(by_lr, key=lambda lr: statistics.fmean(_accuracies(by_lr[lr], results, "last")))
+        best_lr = max(
+            by_lr, key=lambda lr: statistics.fmean(_accuracies(by_lr[lr], results, "last"))
+        )
         rows.append(_summary(config, by_lr[best_lr], results))
     return rows
 
@@ -127,9 +129,9 @@ def markdown(config: SweepConfig, results: Results) -> str:
     lines = [
         f"# {config.task.name}, variant {config.task.variant}, vocabulary {config.task.vocab_size}",
         "",
-        f"{complete} of {wanted} runs complete. Accuracy in percent of the labelled tokens at the "
-        f"last scoring; best: the best scoring of each seed, mean; solved: share of seeds whose best "
-        f"reaches {100 * config.solve_accuracy:g} %.",
+        f"{complete} of {wanted} runs complete. Accuracy in percent of the labelled tokens at "
+        f"the last scoring; best: the best scoring of each seed, mean; solved: share of seeds "
+        f"whose best reaches {100 * config.solve_accuracy:g} %.",
         "",
         _line(header),
         _line(["---"] * len(header)),
