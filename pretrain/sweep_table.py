@@ -43,7 +43,8 @@ ADAPTIVE_DECAY = {
 SOURCES = {
     "log-linear-attention": (
         "Published: Log-Linear Attention (arXiv 2506.04761), MQAR, T = 256, 4-64 pairs, five "
-        "seeds, as three digests give its table. Their model: embedding dropout 0.1, which ours lacks."
+        "seeds, as three digests give its table. Their model: embedding dropout 0.1, which ours "
+        "lacks."
     ),
     "adaptive-decay": (
         "Published: Adaptive Memory Decay (arXiv 2605.06946). Their model has no short "
