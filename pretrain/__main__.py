@@ -26,6 +26,7 @@ from pretrain.config import load_config
 from pretrain.distributed import World, start_world, stop_world
 from pretrain.dry_run import print_dry_run, ranks_of_environment
 from pretrain.errors import Refused, TrainingFailed
+from pretrain.sweep import run_sweep
 
 
 class TrainByDefault(TyperGroup):
@@ -159,6 +160,29 @@ def _plan(config: Path, overrides: list[str], ranks: int | None) -> None:
     except (OSError, ValueError) as error:
         _print_error(str(error))
         raise typer.Exit(2) from None
+
+
+@app.command()
+def sweep(
+    config: Annotated[Path, typer.Argument(help="YAML file of the sweep.")],
+    sweep_dir: Annotated[
+        Path | None, typer.Option(help="Where its runs and its table go, instead of the file's.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    gpus: Annotated[int, typer.Option(min=1, help="How many to use.")] = 1,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Runs at a time on each GPU (8), or on the CPU (1).")
+    ] = None,
+) -> None:
+    """Trains and scores a grid of small models on a synthetic task, or what is left of it."""
+    try:
+        run_sweep(config, sweep_dir=sweep_dir, device=device, gpus=gpus, workers=workers)
+    except Refused as error:
+        _print_error(str(error))
+        raise typer.Exit(2) from None
+    except (TrainingFailed, OSError) as error:
+        _print_error(str(error))
+        raise typer.Exit(1) from None
 
 
 def _print_error(message: str) -> None:
