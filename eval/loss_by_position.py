@@ -64,7 +64,7 @@ def _lengths(subject: Subject, options: Options) -> tuple[int, ...]:
     return options.lengths or (subject.usual_length,)
 
 
-def _documents(options: Options) -> list[Document]:
+def _documents(options: Options) -> list[str]:
     if not options.texts:
         raise ValueError(
             "task loss-by-position has no text: got no --text; expected long documents, text or "
@@ -72,7 +72,8 @@ def _documents(options: Options) -> list[Document]:
         )
     units = make_units(list_files([str(path) for path in options.texts]), UNIT_BYTES)
     found = (one for unit in units for one in read_documents(unit))
-    documents = [one for one in found if isinstance(one, Document)]
+    # A document can be read once, while the reading is at it.
+    documents = [one.text for one in found if isinstance(one, Document)]
     if not documents:
         raise ValueError(
             f"no document can be read: got {', '.join(map(str, options.texts))}; expected UTF-8 "
@@ -85,11 +86,11 @@ def loss_by_position(subject: Subject, options: Options) -> list[Result]:
     """nll and nll_short of every bucket, for every length of `options.lengths`."""
     tokenizer = subject.need_tokenizer("loss-by-position")
     documents = _documents(options)
-    digest = sha256("\0".join(d.text for d in documents).encode()).hexdigest()[:16]
+    digest = sha256("\0".join(documents).encode()).hexdigest()[:16]
     results = []
     for length in _lengths(subject, options):
         blocks = _blocks(
-            [[tokenizer.bos_id, *tokenizer.encode(d.text)] for d in documents],
+            [[tokenizer.bos_id, *tokenizer.encode(text)] for text in documents],
             length,
             options.samples,
         )
