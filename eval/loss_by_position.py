@@ -51,8 +51,8 @@ def check(subject: Subject, options: Options) -> None:
         subject.check_length("a block", length)
         # Every token stands for at least one byte, so most documents need no encoding.
         if not any(
-            len(d.text.encode()) > length and len(tokenizer.encode(d.text)) > length
-            for d in documents
+            len(text.encode()) > length and len(tokenizer.encode(text)) > length
+            for text in documents
         ):
             raise ValueError(
                 f"no document is long enough: got {len(documents)} documents, all of fewer than "
