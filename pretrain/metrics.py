@@ -76,6 +76,7 @@ class Metrics:
             self._write_settings()
         self._peak_flops = _peak_flops(device) * world_size
         self._step_began = time.perf_counter()
+        self._cpu_time = time.process_time()
         self._first_step = resumed_step + 1
         self._printed_step = resumed_step
         self._seconds_since_line = 0.0
@@ -105,6 +106,7 @@ class Metrics:
             "tokens": self.plan.tokens_until(step),
             "memory_bytes": _peak_memory_bytes(self.device),
             "seconds": seconds,
+            "cpu_seconds": self._cpu_seconds(),
         }
         numbers |= {f"seconds/{phase}": value for phase, value in seconds_by_phase.items()}
         numbers |= {f"grad_norm/{name}": norm for name, norm in update.group_norms.items()}
@@ -170,6 +172,11 @@ class Metrics:
             "seed": self.config.seed,
         }
         self._tensorboard.add_hparams(chosen, {}, run_name=".", global_step=0)
+
+    def _cpu_seconds(self) -> float:
+        """CPU time of this process since the update before, whatever it was used for."""
+        before, self._cpu_time = self._cpu_time, time.process_time()
+        return self._cpu_time - before
 
     def _utilisation(self, step: int, tokens_per_second: float) -> dict[str, float]:
         model, seq_len = self.config.model, self.plan.stage(step).seq_len
