@@ -70,9 +70,10 @@ class Metrics:
         events = config.run_dir / TENSORBOARD_FOLDER
         drop_log_lines(log_path, resumed_step)
         drop_events(events, resumed_step)
+        is_new = not any(events.glob(f"*{EVENTS_SUFFIX}"))
         self._log = open(log_path, "a", encoding="utf-8")  # noqa: SIM115  # lives as long as the run
         self._tensorboard = SummaryWriter(str(events), filename_suffix=EVENTS_SUFFIX)
-        if resumed_step == 0:
+        if is_new:
             self._write_settings()
         self._peak_flops = _peak_flops(device) * world_size
         self._step_began = time.perf_counter()
@@ -137,7 +138,9 @@ class Metrics:
 
     def statistics(self, step: int, seen: Statistics) -> None:
         """Records what the model's memory does (pretrain/statistics.py)."""
-        self._write(step, seen.scalars())
+        if not (numbers := seen.scalars()):
+            return  # softmax attention has neither
+        self._write(step, numbers)
         if self.config.logging.histograms:
             for name, values in seen.histograms().items():
                 self._tensorboard.add_histogram(f"histograms/{name}", values, step)
