@@ -114,9 +114,10 @@ def bench(
         found = measure_overhead(config, overrides or [], world, updates, rounds)
         if world.rank == 0:
             for name, medians in (("ours", found.ours), ("bare", found.bare)):
-                numbers = "  ".join(f"{1000 * seconds:.2f}" for seconds in medians)
-                typer.echo(f"{name}  median ms of an update, by round: {numbers}")
-            typer.echo(f"overhead {found.percent:+.2f} %")
+                numbers = "  ".join(f"{1000 * t:.1f} ({1000 * cpu:.1f})" for t, cpu in medians)
+                typer.echo(f"{name}  median ms of an update (of CPU time), by round: {numbers}")
+            wall, cpu = found.percent(0), found.percent(1)
+            typer.echo(f"overhead {wall:+.2f} % of time, {cpu:+.2f} % of CPU time")
         return 0
 
     _on_ranks(local_rank, work)

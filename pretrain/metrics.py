@@ -70,12 +70,14 @@ class Metrics:
         events = config.run_dir / TENSORBOARD_FOLDER
         drop_log_lines(log_path, resumed_step)
         drop_events(events, resumed_step)
+        is_new = not any(events.glob(f"*{EVENTS_SUFFIX}"))
         self._log = open(log_path, "a", encoding="utf-8")  # noqa: SIM115  # lives as long as the run
         self._tensorboard = SummaryWriter(str(events), filename_suffix=EVENTS_SUFFIX)
-        if resumed_step == 0:
+        if is_new:
             self._write_settings()
         self._peak_flops = _peak_flops(device) * world_size
         self._step_began = time.perf_counter()
+        self._cpu_time = time.process_time()
         self._first_step = resumed_step + 1
         self._printed_step = resumed_step
         self._seconds_since_line = 0.0
@@ -105,6 +107,7 @@ class Metrics:
             "tokens": self.plan.tokens_until(step),
             "memory_bytes": _peak_memory_bytes(self.device),
             "seconds": seconds,
+            "cpu_seconds": self._cpu_seconds(),
         }
         numbers |= {f"seconds/{phase}": value for phase, value in seconds_by_phase.items()}
         numbers |= {f"grad_norm/{name}": norm for name, norm in update.group_norms.items()}
@@ -135,7 +138,9 @@ class Metrics:
 
     def statistics(self, step: int, seen: Statistics) -> None:
         """Records what the model's memory does (pretrain/statistics.py)."""
-        self._write(step, seen.scalars())
+        if not (numbers := seen.scalars()):
+            return  # softmax attention has neither
+        self._write(step, numbers)
         if self.config.logging.histograms:
             for name, values in seen.histograms().items():
                 self._tensorboard.add_histogram(f"histograms/{name}", values, step)
@@ -170,6 +175,11 @@ class Metrics:
             "seed": self.config.seed,
         }
         self._tensorboard.add_hparams(chosen, {}, run_name=".", global_step=0)
+
+    def _cpu_seconds(self) -> float:
+        """CPU time of this process since the update before, whatever it was used for."""
+        before, self._cpu_time = self._cpu_time, time.process_time()
+        return self._cpu_time - before
 
     def _utilisation(self, step: int, tokens_per_second: float) -> dict[str, float]:
         model, seq_len = self.config.model, self.plan.stage(step).seq_len

@@ -1,37 +1,23 @@
 """What a run will be, said before it starts: sizes, data, dtypes, parameter groups."""
 
 import torch
-from rich.console import Console
 
 from models.accounting import parameter_count
 from models.language_model import LanguageModel
 from models.parameter_groups import is_fp32
 from pretrain.batch_plan import BatchPlan
 from pretrain.config import RunConfig
-from pretrain.data import AnyRows
 from pretrain.optimizer import parameter_table
-
-
-def print_plan(
-    config: RunConfig,
-    rows: AnyRows,
-    world_size: int,
-    device: torch.device,
-    console: Console,
-) -> None:
-    """The lines of a start.
-
-    Raises:
-        ValueError: a parameter of the model has no class.
-    """
-    for line in plan_lines(config, len(rows), world_size, device):
-        console.print(line)
 
 
 def plan_lines(
     config: RunConfig, num_rows: int, world_size: int, device: torch.device
 ) -> list[str]:
-    """The same lines, for `num_rows` training rows of data.seq_len tokens."""
+    """The lines of a start, for `num_rows` training rows of data.seq_len tokens.
+
+    Raises:
+        ValueError: a parameter of the model has no class.
+    """
     mixer = (
         config.model.mixer if isinstance(config.model.mixer, str) else "+".join(config.model.mixer)
     )

@@ -15,8 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kernels.levels import num_levels
-from models.lambda_reading import LayerLambda
+from models.lambda_reading import LayerLambda, of_one_row
 from models.level_weights import LevelWeights
 from models.recurrent_mixer import RecurrentMixer
 
@@ -84,8 +83,6 @@ def _record_decay(index: int, mixer: Any, seen: Statistics) -> Callable[[], None
 
 def _lambda_hook(index: int, seen: Statistics) -> Callable[[Any, Any, Tensor], None]:
     def hook(_module: Any, _inputs: Any, weights: Tensor) -> None:
-        T = weights.shape[1]
-        kept = weights[0, :, :, : num_levels(T)].detach().float().cpu()
-        seen.lambdas.append(LayerLambda(index, kept.permute(1, 2, 0).contiguous()))
+        seen.lambdas.append(of_one_row(index, weights[0].detach().float().cpu()))
 
     return hook

@@ -20,7 +20,7 @@ from pretrain.errors import TrainingFailed
 from pretrain.health import Health, Verdict
 from pretrain.interrupt import REASONS, Interrupt, exit_code, reason_of
 from pretrain.metrics import LOG_NAME, Metrics
-from pretrain.plan import print_plan
+from pretrain.plan import plan_lines
 from pretrain.profiler import Profiler
 from pretrain.saver import Saver
 from pretrain.schedule import learning_rate
@@ -75,8 +75,8 @@ def train(config_path: Path, overrides: Sequence[str], world: World) -> int:
     watchdog = Watchdog(config.run_dir, world.rank, config.health)
 
     # Model and engine: every rank builds the same parameters, DeepSpeed shards them.
-    if world.rank == 0:
-        print_plan(config, rows, world.size, device, console)
+    for line in world.agree(lambda: plan_lines(config, len(rows), world.size, device)):
+        console.print(line)
     model = LanguageModel(config.model)
     if start.folder is None:
         initialize(model, config.seed)
@@ -88,6 +88,7 @@ def train(config_path: Path, overrides: Sequence[str], world: World) -> int:
         console.print(f"resuming {config.run_dir} at step {start.step} from {start.folder.name}")
     if code := exit_code(world.sum(interrupt.votes())):
         console.print(f"stopped by {reason_of(code)} before an update; nothing is lost")
+        watchdog.close()
         return code
     plan, health = BatchPlan(config), Health(config.health, start.health)
     saver = Saver(engine, config, manifest, world, console)

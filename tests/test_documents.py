@@ -30,12 +30,6 @@ SHOWN = [(path, line) for path in [*DOCUMENTS, *CONFIGS] for line in commands(pa
 def parse(arguments: list[str]) -> None:
     """Parse what follows `python -m`; nothing runs."""
     module, *rest = arguments
-    if module == "pretrain":
-        rest = [word for word in rest if not word.startswith("--")]
-        config, *overrides = rest
-        if config != "CONFIG":
-            load_config(ROOT / config, overrides)
-        return
     app = importlib.import_module(module if "." in module else f"{module}.__main__").app
     command = typer.main.get_command(app)
     context = command.make_context(module, list(rest))
@@ -44,8 +38,9 @@ def parse(arguments: list[str]) -> None:
             context, [*context._protected_args, *context.args]
         )
         context = command.make_context(command.name, list(rest), parent=context)
-    if module == "launch" and rest[0] != "CONFIG":
-        load_config(ROOT / context.params["config"], context.params["overrides"] or [])
+    config = context.params.get("config")
+    if module in ("launch", "pretrain") and str(config) not in ("None", "CONFIG"):
+        load_config(ROOT / config, context.params["overrides"] or [])
 
 
 @pytest.mark.parametrize(("path", "line"), SHOWN, ids=[line[:60] for _, line in SHOWN])

@@ -264,7 +264,7 @@ def read_log() -> Callable[[Path], list[dict[str, float]]]:
     """The lines of a run's log.jsonl without those numbers that tell about the machine."""
 
     def read(run_dir: Path) -> list[dict[str, float]]:
-        machine = re.compile("time|tokens_per_second|memory_bytes|seconds.*")
+        machine = re.compile("time|tokens_per_second|memory_bytes|.*seconds.*")
         lines = [json.loads(line) for line in (run_dir / "log.jsonl").read_text().splitlines()]
         return [{k: v for k, v in line.items() if not machine.fullmatch(k)} for line in lines]
 

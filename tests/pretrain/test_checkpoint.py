@@ -301,9 +301,12 @@ def test_data_set_may_move_but_not_change(
     assert start(settings).folder == run_dir / "checkpoints/step-00000003"
     manifest = json.loads((copy / "manifest.json").read_text())
     manifest["splits"]["train"]["index_sha256"] = "0" * 64
+    manifest["tokenizer_sha256"] = "1" * 64
     (copy / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(ValueError, match="data set's train_index_sha256: checkpoint: "):
+    settings["checkpoint"]["allow_changed"] = ["data", "data set"]
+    with pytest.raises(ValueError, match="data set's train_index_sha256: checkpoint: ") as caught:
         start(settings)
+    assert f"data set's tokenizer_sha256: checkpoint: None, now: {'1' * 64}" in str(caught.value)
 
 
 def test_longer_run_is_accepted_while_the_learning_rates_so_far_are_equal(

@@ -160,6 +160,10 @@ def test_bf16_run_of_two_ranks_trains_and_resumes_to_the_last_bit(
     run_ranks(config, ranks=2, strike=("pretrain.engine", "Engine.update", 6, "before"))
     assert run_ranks(config, ranks=2).exit_codes == [0, 0]
     assert read_log(run_dir) == read_log(unbroken)
+    saved = [*run_dir.rglob("step-00000010/**/*.safetensors")]
+    assert len(saved) == 3
+    dtypes = {tensor.dtype for path in saved for tensor in load_file(path).values()}
+    assert dtypes == {torch.float32}
     losses = [line["loss"] for line in read_log(unbroken) if "loss" in line]
     assert losses[-1] < losses[0] - 0.1
 
