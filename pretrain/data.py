@@ -10,6 +10,7 @@ R = batch_tokens / seq_len rows of it (fewer, or cut shorter, in batch.stages: b
 
 So the position in the data is the step and nothing else has to be stored, a resumed run reads
 exactly what an unbroken one would, and the rows of an update do not depend on the number of ranks.
+Which rows an epoch has, and in which order, is data_prep/training_rows.py's.
 """
 
 import math

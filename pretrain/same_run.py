@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from data_prep.shards import Manifest
+from data_prep.shards import Manifest, read_manifest
 from pretrain.config import RunConfig
 from pretrain.schedule import learning_rate
 
@@ -19,6 +19,9 @@ _FREE = (
     "run_dir",
     "data.dataset",  # compared by content
     "data.loader_threads",
+    "data.remote",
+    "data.cache_bytes",
+    "data.damaged_shards",
     "batch.micro_batch_rows",
     "validation",
     "checkpoint",
@@ -43,8 +46,9 @@ _LAWFUL = ("optimizer", "schedule", "training", "health", "parallel.precision")
 _UNLAWFUL = ("optimizer.kind",)  # the state would be another
 
 
-def dataset_facts(manifest: Manifest) -> dict[str, Any]:
-    """What decides the training rows, wherever the data set lies."""
+def dataset_facts(config: RunConfig, manifest: Manifest) -> dict[str, Any]:
+    """What decides the training rows, wherever the data sets lie."""
+    mixed = [read_manifest(other.dataset) for other in config.data.mixed_with]
     return {
         "kind": manifest.kind,
         "row_tokens": manifest.row_tokens,
@@ -52,6 +56,7 @@ def dataset_facts(manifest: Manifest) -> dict[str, Any]:
         "train_rows": manifest.splits["train"].rows,
         "train_index_sha256": manifest.splits["train"].index_sha256,
         "tokenizer_sha256": manifest.tokenizer_sha256,
+        "mixed_with_index_sha256": [other.splits["train"].index_sha256 for other in mixed] or None,
     }
 
 
@@ -78,7 +83,7 @@ def refuse_other_run(
     old_data = facts["dataset"]
     changed |= {
         f"data set's {name}": f"data set's {name}: checkpoint: {old_data.get(name)}, now: {value}"
-        for name, value in dataset_facts(manifest).items()
+        for name, value in dataset_facts(config, manifest).items()
         if old_data.get(name) != value
     }
     changed |= _other_learning_rates(facts["step"], checkpoint, config)

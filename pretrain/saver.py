@@ -163,7 +163,7 @@ class Saver:
             random_state=RANDOM_RULE,
             world_size=self._world.size,
             zero_stage=self._config.parallel.zero_stage,
-            dataset=dataset_facts(self._manifest),
+            dataset=dataset_facts(self._config, self._manifest),
             config=self._config.model_dump(mode="json"),
         )
 
