@@ -126,9 +126,7 @@ def test_query_slots_of_the_published_setting_follow_its_power_law() -> None:
     slots = np.arange(1, 125)
     weights = slots**-0.99
     expected = 4000 * weights / weights.sum()
-    asked = np.argmax(
-        (tokens == first_key[:, None]) & (labels == tokens[:, 1, None]), axis=1
-    )
+    asked = np.argmax((tokens == first_key[:, None]) & (labels == tokens[:, 1, None]), axis=1)
     counts = np.bincount((asked - 8) // 2, minlength=124)
     # Pooled so that every bin expects some: 1, 2, 3-4, 5-8, ...
     edges = [0, 1, 2, 4, 8, 16, 32, 64, 124]

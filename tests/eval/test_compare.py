@@ -44,7 +44,9 @@ def found(model_dir, other_model_dir, tmp_path, source_folder):
         answer_tokens=4,
         samples=4,
     )
-    evaluate(checked_units(found, ["perplexity", "niah", "loss-by-position"], options, device="cpu"))
+    evaluate(
+        checked_units(found, ["perplexity", "niah", "loss-by-position"], options, device="cpu")
+    )
     return found
 
 

@@ -100,16 +100,12 @@ def test_niah_scores_the_same_with_1_and_16_prompts_in_a_batch(models, tokenizer
             device="cpu",
             samples=SampleStore(folder, "aa", "tt"),
         )
-        options = Options(
-            lengths=(600,), answer_tokens=6, samples=16, batch_tokens=batch_tokens
-        )
+        options = Options(lengths=(600,), answer_tokens=6, samples=16, batch_tokens=batch_tokens)
         niah.niah(subject, options)
         ((_, done),) = read_samples(folder)
         logs.append(done)
     alone, together = logs
-    assert [one["answer"] for one in alone.values()] == [
-        one["answer"] for one in together.values()
-    ]
+    assert [one["answer"] for one in alone.values()] == [one["answer"] for one in together.values()]
     for key, values in alone.items():
         for metric in niah.UNITS:
             assert values[metric] == pytest.approx(together[key][metric], rel=1e-4, abs=1e-4)

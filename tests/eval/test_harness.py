@@ -1,4 +1,4 @@
-"""EleutherAI's harness on our models, offline; skipped where the optional extra is not installed."""
+"""EleutherAI's harness on our models, offline; skipped where the extra is not installed."""
 
 import dataclasses
 import importlib.util
@@ -164,9 +164,7 @@ def test_longer_requests_lose_their_beginning_and_are_counted(scored):
 
     model = HarnessModel(scored, max_length=32)
     pair = ("word " * 100, "late")
-    ((found, _),) = model.loglikelihood(
-        [Instance("loglikelihood", {}, pair, 0)], disable_tqdm=True
-    )
+    ((found, _),) = model.loglikelihood([Instance("loglikelihood", {}, pair, 0)], disable_tqdm=True)
     assert math.isfinite(found)
     assert model.truncated == 1
     settings = {"until": [], "max_gen_toks": 8}
@@ -196,9 +194,7 @@ def test_without_the_package_the_extra_is_named(scored, monkeypatch):
 
 def test_our_samples_give_their_prompt_back(tokenizer):
     """Their prompt is input + " " + gen_prefix: it must be ours to the letter."""
-    (sample,) = make_samples(
-        tokenizer, "single_1", length=600, answer_tokens=8, samples=1, seed=0
-    )
+    (sample,) = make_samples(tokenizer, "single_1", length=600, answer_tokens=8, samples=1, seed=0)
     document = harness._niah_document(0, sample, 600)
     assert f"{document['input']} {document['gen_prefix']}" == sample.prompt
     assert json.dumps(document)

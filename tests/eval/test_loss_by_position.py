@@ -70,9 +70,7 @@ def test_blocks_stay_inside_documents_and_start_from_nothing(subject, stand_in, 
     texts = [json.loads(line)["text"] for line in book.read_text().splitlines()]
     streams = [[tokenizer.bos_id, *tokenizer.encode(text)] for text in texts]
     whole = [
-        stream[i * 64 : (i + 1) * 64]
-        for stream in streams
-        for i in range((len(stream) - 1) // 64)
+        stream[i * 64 : (i + 1) * 64] for stream in streams for i in range((len(stream) - 1) // 64)
     ]
     assert sorted(seen) == sorted(whole)[: len(seen)] or len(seen) == 200
     assert all(block in whole for block in seen)
@@ -86,9 +84,7 @@ def test_short_context_reads_at_most_its_window(subject, stand_in, tokenizer, bo
         longest.append(tokens.shape[1])
         return torch.zeros(*tokens.shape, tokenizer.vocab_size)
 
-    results = run(
-        subject(stand_in(remember), max_seq_len=700), Options(texts=(book,), samples=1)
-    )
+    results = run(subject(stand_in(remember), max_seq_len=700), Options(texts=(book,), samples=1))
     assert longest == [700, SHORT_WINDOW, SHORT_WINDOW, SHORT_WINDOW]
     assert 700 - SHORT_WINDOW == 188 > SHORT_STRIDE
     short = [r for r in results if r.metric == "nll_short"]

@@ -233,9 +233,7 @@ def test_published_numbers_stand_beside_their_own_arm_only():
             assert published(config, spec) == "-"
     decay = shipped["mqar-adaptive-decay"]
     with_number = {
-        (spec.pairs, spec.level_weights)
-        for spec in decay.runs()
-        if published(decay, spec) != "-"
+        (spec.pairs, spec.level_weights) for spec in decay.runs() if published(decay, spec) != "-"
     }
     assert with_number == {(32, "linear"), (32, "adaptive")}
 
