@@ -314,7 +314,11 @@ def load_sweep(path: Path, sweep_dir: Path | None = None) -> SweepConfig:
         return SweepConfig.model_validate(tree)
     except ValidationError as error:
         lines = []
+        places = [fault["loc"] for fault in error.errors()]
         for fault in error.errors():
+            depth = len(fault["loc"])
+            if any(place[:depth] == fault["loc"] and len(place) > depth for place in places):
+                continue  # it follows from a fault inside
             name = ".".join(map(str, fault["loc"]))
             message = fault["msg"].removeprefix("Value error, ")
             if fault["type"] == "extra_forbidden":

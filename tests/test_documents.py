@@ -10,6 +10,7 @@ import pytest
 import typer
 
 from pretrain.config import load_config
+from pretrain.sweep_config import load_sweep
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "pretrain" / "configs").glob("*.yaml"))
@@ -24,7 +25,8 @@ def commands(path: Path) -> list[str]:
     return [line for line in lines if re.match(r"(python -m|torchrun|make|tensorboard) ", line)]
 
 
-SHOWN = [(path, line) for path in [*DOCUMENTS, *CONFIGS] for line in commands(path)]
+SWEEPS = sorted((ROOT / "pretrain" / "configs" / "sweeps").glob("*.yaml"))
+SHOWN = [(path, line) for path in [*DOCUMENTS, *CONFIGS, *SWEEPS] for line in commands(path)]
 
 
 def parse(arguments: list[str]) -> None:
@@ -39,7 +41,9 @@ def parse(arguments: list[str]) -> None:
         )
         context = command.make_context(command.name, list(rest), parent=context)
     config = context.params.get("config")
-    if module in ("launch", "pretrain") and str(config) not in ("None", "CONFIG"):
+    if command.name == "sweep":
+        load_sweep(ROOT / config)
+    elif module in ("launch", "pretrain") and str(config) not in ("None", "CONFIG"):
         load_config(ROOT / config, context.params["overrides"] or [])
 
 
@@ -83,5 +87,5 @@ def test_links_lead_somewhere():
 
 def test_no_document_names_a_machine_or_a_tool_of_ours():
     forbidden = re.compile(r"/work/|/opt/py" + "pi|shared/|py" + r"pi\.org|/root/")
-    for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *CONFIGS, ROOT / "Makefile"]:
+    for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *CONFIGS, *SWEEPS, ROOT / "Makefile"]:
         assert not forbidden.search(path.read_text()), path

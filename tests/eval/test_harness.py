@@ -1,4 +1,4 @@
-"""EleutherAI's harness on our models, offline; skipped where the optional extra is not installed."""
+"""EleutherAI's harness on our models, offline; skipped where the extra is not installed."""
 
 import dataclasses
 import importlib.util
