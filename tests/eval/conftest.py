@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from data_prep.prepare import PackRequest, prepare
+from data_prep.prepare import prepare
+from data_prep.recipe import PackRequest, Source
 from data_prep.tokenizer import Tokenizer, train_tokenizer
 from eval.result import Subject
 from models.config import ModelConfig
@@ -101,11 +102,12 @@ def dataset(
     source_folder: Path, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
     folder = tmp_path_factory.mktemp("data") / "set"
-    request = PackRequest(
-        inputs=(str(source_folder / "types.txt"),),
-        validation_inputs=(str(source_folder / "stat.txt"), str(source_folder / "bisect.txt")),
-        row_tokens=ROW_TOKENS,
+    validation = (str(source_folder / "stat.txt"), str(source_folder / "bisect.txt"))
+    sources = (
+        Source(inputs=(str(source_folder / "types.txt"),)),
+        Source(inputs=validation, split="validation"),
     )
+    request = PackRequest(sources=sources, row_tokens=ROW_TOKENS)
     prepare(request, tokenizer, folder, workers=1)
     return folder
 
