@@ -12,11 +12,14 @@ from rich.console import Console
 
 from data_prep.bench import bench
 from data_prep.inspection import inspect, reconciliation
-from data_prep.mqar import MqarTask
+from data_prep.mqar import VOCAB_SIZE as MQAR_VOCAB_SIZE
+from data_prep.mqar import MqarTask, MqarVariant
 from data_prep.prepare import prepare
 from data_prep.recipe import Order, PackRequest, Source, load_recipe, one_line
+from data_prep.selective_copy import VOCAB_SIZE as COPY_VOCAB_SIZE
+from data_prep.selective_copy import CopyVariant, SelectiveCopyTask
 from data_prep.shards import Manifest, Rows, read_manifest
-from data_prep.synth import write_mqar
+from data_prep.synth import write_task
 from data_prep.tokenizer import Tokenizer
 from data_prep.tokenizer_command import (
     INPUT_HELP,
@@ -152,26 +155,57 @@ def mqar(
     output: DatasetOutput,
     rows: Annotated[int, typer.Option(help="Rows to train on.")],
     validation_rows: Annotated[int, typer.Option(help="Rows to validate on.")] = 1000,
+    variant: Annotated[
+        MqarVariant, typer.Option(help="Whose task; their numbers are not comparable.")
+    ] = "zoology",
     seq_len: Annotated[int, typer.Option(help="Tokens in a row.")] = 64,
     pairs: Annotated[int, typer.Option(help="Key-value pairs in a row.")] = 4,
     vocab_size: Annotated[
-        int, typer.Option(help="Ids: lower half keys, upper half values.")
-    ] = 8192,
-    power: Annotated[float, typer.Option(help="How early queries come; 1 = anywhere.")] = 0.01,
+        int | None,
+        typer.Option(help="Ids: lower half keys, upper half values. Default: 8192, or 128."),
+    ] = None,
+    power: Annotated[
+        float, typer.Option(help="zoology: how early queries come; 1 = anywhere.")
+    ] = 0.01,
     random_non_queries: Annotated[
-        bool, typer.Option(help="Fill blanks with random ids instead of 0.")
+        bool, typer.Option(help="zoology: fill blanks with random ids instead of 0.")
     ] = True,
     seed: Seed = 0,
 ) -> None:
-    """Multi-query associative recall, as Zoology defines it (data_prep/mqar.py)."""
+    """Multi-query associative recall (data_prep/mqar.py)."""
     task = MqarTask(
         seq_len=seq_len,
         pairs=pairs,
-        vocab_size=vocab_size,
+        vocab_size=MQAR_VOCAB_SIZE[variant] if vocab_size is None else vocab_size,
         power=power,
         random_non_queries=random_non_queries,
+        variant=variant,
     )
-    made = write_mqar(task, output, rows=rows, validation_rows=validation_rows, seed=seed)
+    made = write_task(task, output, rows=rows, validation_rows=validation_rows, seed=seed)
+    _report(output, *made)
+
+
+@synth.command()
+def selective_copy(
+    output: DatasetOutput,
+    rows: Annotated[int, typer.Option(help="Rows to train on.")],
+    validation_rows: Annotated[int, typer.Option(help="Rows to validate on.")] = 1000,
+    variant: Annotated[
+        CopyVariant, typer.Option(help="Whose task; their numbers are not comparable.")
+    ] = "s4",
+    seq_len: Annotated[int, typer.Option(help="Tokens in a row.")] = 256,
+    copied: Annotated[int, typer.Option(help="Tokens to copy.")] = 16,
+    vocab_size: Annotated[int | None, typer.Option(help="Default: 16, or 128.")] = None,
+    seed: Seed = 0,
+) -> None:
+    """Selective copying (data_prep/selective_copy.py)."""
+    task = SelectiveCopyTask(
+        seq_len=seq_len,
+        copied=copied,
+        vocab_size=COPY_VOCAB_SIZE[variant] if vocab_size is None else vocab_size,
+        variant=variant,
+    )
+    made = write_task(task, output, rows=rows, validation_rows=validation_rows, seed=seed)
     _report(output, *made)
 
 

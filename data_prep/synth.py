@@ -1,20 +1,57 @@
-"""Synthetic tasks written as data sets, so that the trainer reads them like any other."""
+"""Synthetic tasks: rows that depend on a seed alone, drawn in memory or written as data sets."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
+from data_prep import mqar, selective_copy
 from data_prep.dataset_folder import building, finished, publish, remove
-from data_prep.mqar import MqarTask, draw_rows
+from data_prep.mqar import MqarTask
+from data_prep.selective_copy import SelectiveCopyTask
 from data_prep.shards import Manifest, SettingValue, ShardWriter, SplitFacts, token_dtype
 
+SyntheticTask = MqarTask | SelectiveCopyTask
+MQAR, SELECTIVE_COPY = "mqar", "selective-copy"
+BLOCK_ROWS = 512  # drawn together: bounds memory, and row n of a seed is the same for any row count
+SPLIT_STREAM = {"train": 0, "validation": 1, "test": 2}
 
-def write_mqar(
-    task: MqarTask, output: Path, *, rows: int, validation_rows: int, seed: int
+
+def kind_of(task: SyntheticTask) -> str:
+    """The `kind` of a data set of such rows."""
+    return MQAR if isinstance(task, MqarTask) else SELECTIVE_COPY
+
+
+def draw_rows(
+    task: SyntheticTask, rows: int, *, split: str, seed: int
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """`rows` pairs (tokens int64 [T], labels int64 [T]).
+
+    Each split is its own stream of the seed, and row n is the same whatever `rows` is.
+    """
+    if split not in SPLIT_STREAM:
+        raise ValueError(f"unknown split: got {split!r}; expected one of {', '.join(SPLIT_STREAM)}")
+    for block in range(0, rows, BLOCK_ROWS):
+        stream = np.random.SeedSequence(seed, spawn_key=(SPLIT_STREAM[split], block // BLOCK_ROWS))
+        tokens, labels = draw_block(task, BLOCK_ROWS, np.random.default_rng(stream))
+        yield from zip(tokens[: rows - block], labels[: rows - block], strict=True)
+
+
+def draw_block(
+    task: SyntheticTask, rows: int, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
+    """tokens and labels, both int64 [rows, T]."""
+    if isinstance(task, MqarTask):
+        return mqar.draw_block(task, rows, rng)
+    return selective_copy.draw_block(task, rows, rng)
+
+
+def write_task(
+    task: SyntheticTask, output: Path, *, rows: int, validation_rows: int, seed: int
 ) -> tuple[Manifest, bool]:
-    """Write MQAR rows unless they are there already; returns (manifest, made now).
+    """Write rows of a task unless they are there already; returns (manifest, made now).
 
     Raises ValueError in one line if the counts or the output folder do not fit.
     """
@@ -29,7 +66,7 @@ def write_mqar(
         "validation_rows": validation_rows,
         "seed": seed,
     }
-    if (manifest := finished(output, "mqar", settings)) is not None:
+    if (manifest := finished(output, kind_of(task), settings)) is not None:
         return manifest, False
     counts = {"train": rows, "validation": validation_rows}
     with building(output) as work:
@@ -39,7 +76,7 @@ def write_mqar(
             if count
         }
         manifest = Manifest(
-            kind="mqar",
+            kind=kind_of(task),
             tokenizer_sha256=None,
             vocab_size=task.vocab_size,
             row_tokens=task.seq_len,
@@ -55,7 +92,7 @@ def write_mqar(
     return manifest, True
 
 
-def _write_split(task: MqarTask, folder: Path, split: str, rows: int, seed: int) -> SplitFacts:
+def _write_split(task: SyntheticTask, folder: Path, split: str, rows: int, seed: int) -> SplitFacts:
     remove(folder)
     writer = ShardWriter(
         folder, row_tokens=task.seq_len, vocab_size=task.vocab_size, with_labels=True

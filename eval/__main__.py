@@ -1,129 +1,214 @@
-"""`python -m eval CHECKPOINT --tasks perplexity,wikitext,niah,mqar`: score a run, a checkpoint
-or a model directory."""
+"""`python -m eval CHECKPOINT [CHECKPOINT ...] --tasks wikitext,niah,mqar,...`: score runs,
+checkpoints and model directories; `compare` puts models side by side, `selftest` tests the tasks.
+"""
 
 from __future__ import annotations
 
 import logging
 import sys
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 from pydantic import ValidationError
 from rich.console import Console
+from typer.core import TyperGroup
 
-from data_prep.tokenizer import Tokenizer
-from eval import report
-from eval.result import Options, Result, Subject
-from eval.task import TASKS
-from models.checkpoint_directory import resolve
-from models.weights import load_model
-
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+from eval import compare as comparison
+from eval import plots, report, selftest
+from eval.evaluation import EvaluationFailed, checked_units, evaluate, one_line, targets
+from eval.result import Options
+from eval.task import NAMES, find_task
 
 
-class EvaluationFailed(Exception):
-    """What went wrong after every check had passed, in one line."""
+class EvaluateByDefault(TyperGroup):
+    """`python -m eval CHECKPOINT` is `python -m eval evaluate CHECKPOINT`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and args[0] != "--help":
+            args = ["evaluate", *args]
+        return super().parse_args(ctx, args)
 
 
-@app.command()
-def evaluate(
-    checkpoint: Annotated[Path, typer.Argument(help="A run, a step folder or a model directory.")],
-    tasks: Annotated[str, typer.Option(help=f"Comma-separated: {','.join(TASKS)}.")],
+app = typer.Typer(cls=EvaluateByDefault, add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.callback()
+def main_help() -> None:
+    """Scores checkpoints. `python -m eval CHECKPOINT` is short for `evaluate CHECKPOINT`."""
+
+
+@app.command("evaluate")
+def evaluate_command(
+    checkpoints: Annotated[
+        list[Path], typer.Argument(help="Runs, step folders or model directories.")
+    ],
+    tasks: Annotated[str, typer.Option(help=f"Comma-separated: {','.join(NAMES)}.")],
     text: Annotated[
-        list[Path] | None, typer.Option(help="perplexity: a text file; may be repeated.")
+        list[Path] | None,
+        typer.Option(help="perplexity, loss-by-position: a text file; may be repeated."),
     ] = None,
     dataset: Annotated[
-        Path | None, typer.Option(help="perplexity, mqar: a packed data set.")
+        Path | None, typer.Option(help="perplexity, mqar, selective-copy: a packed data set.")
     ] = None,
     split: Annotated[str, typer.Option(help="Split of --dataset.")] = "validation",
     wikitext: Annotated[
         Path | None, typer.Option(help="wikitext: wiki.*.raw or wiki.*.tokens, plain or .xz.")
     ] = None,
+    wikitext_download: Annotated[
+        str | None, typer.Option(help="wikitext: NAME:SPLIT to fetch, as wikitext-2-raw-v1:test.")
+    ] = None,
     window: Annotated[
-        int | None, typer.Option(min=1, help="Tokens a window reads; default: max_seq_len.")
+        int | None, typer.Option(min=1, help="Tokens a window reads; default: as trained.")
     ] = None,
     stride: Annotated[
         int | None, typer.Option(min=1, help="New tokens a window scores; default: the window.")
     ] = None,
     lengths: Annotated[
-        str, typer.Option(help="niah: comma-separated lengths in tokens; default: max_seq_len.")
+        str,
+        typer.Option(help="Comma-separated lengths in tokens of NIAH, drawn rows and blocks."),
     ] = "",
-    samples: Annotated[int, typer.Option(min=1, help="niah: samples per length.")] = 200,
+    beyond_trained: Annotated[
+        bool, typer.Option(help="Also score input longer than the rows of the training.")
+    ] = False,
+    samples: Annotated[
+        int | None,
+        typer.Option(min=1, help="Samples per NIAH task, drawn rows, blocks; default 200."),
+    ] = None,
+    niah_tasks: Annotated[
+        str, typer.Option(help="niah: comma-separated RULER tasks; default: all that can be.")
+    ] = "",
+    haystack: Annotated[
+        Path | None, typer.Option(help="niah: the text that needles are hidden in.")
+    ] = None,
     answer_tokens: Annotated[
         int, typer.Option(min=1, help="niah: tokens to answer, part of the length; RULER has 128.")
     ] = 128,
-    seed: Annotated[int, typer.Option(help="niah: seed of the samples.")] = 0,
+    pairs: Annotated[
+        str, typer.Option(help="mqar, selective-copy: draw rows with so many pairs, as in 4,8.")
+    ] = "",
+    variant: Annotated[
+        str | None, typer.Option(help="Of drawn rows: zoology or s4, or adaptive-decay.")
+    ] = None,
+    vocab_size: Annotated[int | None, typer.Option(help="Ids of drawn rows.")] = None,
+    fewshot: Annotated[
+        int | None, typer.Option(min=0, help="lm-eval: examples before a question.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of everything that is drawn.")] = 0,
     batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens per forward pass.")] = 8192,
+    all_checkpoints: Annotated[
+        bool, typer.Option(help="Every complete checkpoint of a run: a curve in TensorBoard.")
+    ] = False,
     output: Annotated[
         Path | None, typer.Option(help="Results file; default: RUN/eval/STEP/results.json.")
     ] = None,
+    comparison_folder: Annotated[
+        Path | None, typer.Option("--compare", help="Also write a comparison into this folder.")
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    address: Annotated[
+        str | None, typer.Option(help="HOST:PORT of a running Ray cluster, or auto.")
+    ] = None,
+    gpus: Annotated[
+        int, typer.Option(min=0, help="Spread tasks and checkpoints over so many GPUs by Ray.")
+    ] = 0,
+    workers: Annotated[int, typer.Option(min=0, help="The same over so many CPU processes.")] = 0,
 ) -> None:
-    """Score a checkpoint; results go to results.json, to a table and to the run's TensorBoard."""
+    """Score checkpoints; results go to results.json, to a table and to the run's TensorBoard."""
     chosen = parse_tasks(tasks)
     options = Options(
         texts=tuple(text or ()),
         dataset=dataset,
         split=split,
         wikitext=wikitext,
+        wikitext_download=wikitext_download,
         window=window,
         stride=stride,
-        lengths=parse_lengths(lengths),
-        samples=samples,
+        lengths=parse_numbers("--lengths", lengths, "lengths", "256,512"),
+        samples=200 if samples is None else samples,
+        limit=samples,
+        niah_tasks=tuple(name.strip() for name in niah_tasks.split(",") if name.strip()),
+        haystack=haystack,
         answer_tokens=answer_tokens,
+        pairs=parse_numbers("--pairs", pairs, "numbers", "4,8"),
+        variant=variant,
+        task_vocab_size=vocab_size,
+        fewshot=fewshot,
         seed=seed,
         batch_tokens=batch_tokens,
     )
     where = parse_device(device)
-    model_dir = resolve(checkpoint)
-    subject = load_subject(model_dir, where)
-    described = report.describe(model_dir)
-    run = report.run_of(model_dir)
-    output = report.default_output(model_dir) if output is None else output
-    earlier = report.earlier_results(output, described)
-    report.check_writable(output.parent)
-    if run is not None:
-        report.check_writable(report.scalars_folder(run))
-    for name in chosen:
-        TASKS[name].check(subject, options)
+    check_spread(address, gpus, workers)
+    found = targets(checkpoints, output, all_checkpoints=all_checkpoints)
+    units = checked_units(found, chosen, options, device=where, beyond_trained=beyond_trained)
+    if gpus or workers:
+        from eval.spread import connected, run_spread
 
-    results: list[Result] = []
-    try:
-        for name in chosen:
-            print(f"{name} on {model_dir}", file=sys.stderr, flush=True)
-            new = TASKS[name].run(subject, options)
-            results += new
-            # After every task, so that a long evaluation that is stopped keeps what it has.
-            report.write_results(output, described, earlier, results)
-            if run is not None:
-                report.write_scalars(run, described["step"], new)
-    except (OSError, ValueError) as error:
-        raise EvaluationFailed(one_line(error)) from error
-    for table in report.tables(results):
-        Console().print(table)
-    print(f"results: {output}")
+        with connected(address, gpus, workers):
+            results = evaluate(units, partial(run_spread, gpus=gpus, workers=workers))
+    else:
+        results = evaluate(units)
+    for target in found:
+        if len(found) > 1:
+            print(f"\n{target.model_dir}")
+        for table in report.tables(results[target.model_dir]):
+            Console().print(table)
+        for path in plots.of_one_model(target.output.parent, chosen):
+            print(f"plot: {path}")
+        print(f"results: {target.output}")
+    if comparison_folder is not None:
+        print(f"comparison: {comparison.write(found, comparison_folder, chosen)}")
+
+
+@app.command()
+def compare(
+    checkpoints: Annotated[
+        list[Path], typer.Argument(help="Two or more models that have been scored.")
+    ],
+    output: Annotated[Path, typer.Option(help="Folder of report.md and its plots.")] = Path(
+        "comparison"
+    ),
+    tasks: Annotated[str, typer.Option(help="Comma-separated; default: all that were run.")] = "",
+) -> None:
+    """Put the results of several models side by side, with paired tests and plots."""
+    found = targets(checkpoints, None, all_checkpoints=False)
+    print(comparison.write(found, output, parse_tasks(tasks) if tasks else None))
+
+
+@app.command("selftest")
+def selftest_command(
+    wikitext_train: Annotated[
+        Path | None, typer.Option(help="wiki.train.tokens: the unigram model's counts.")
+    ] = None,
+    wikitext: Annotated[
+        list[Path] | None, typer.Option(help="wiki.*.tokens it is scored on; may be repeated.")
+    ] = None,
+) -> None:
+    """Run models whose scores are known through every task; exit code 1 where one differs."""
+    lines = selftest.run(wikitext_train, tuple(wikitext or ()))
+    Console().print(selftest.table(lines))
+    if broken := [line for line in lines if not line.holds]:
+        raise EvaluationFailed(
+            f"{len(broken)} of {len(lines)} checks do not hold: {broken[0].describe()}"
+        )
 
 
 def parse_tasks(text: str) -> list[str]:
     """The task names, in order, without repetition."""
     names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    unknown = [name for name in names if name not in TASKS]
-    if unknown or not names:
-        raise ValueError(
-            f"unknown task: got {','.join(unknown) or 'none'}; expected some of {','.join(TASKS)}; "
-            "correct --tasks"
-        )
+    for name in names or ["none"]:
+        find_task(name)
     return names
 
 
-def parse_lengths(text: str) -> tuple[int, ...]:
-    """Lengths in tokens, each >= 1."""
+def parse_numbers(option: str, text: str, what: str, example: str) -> tuple[int, ...]:
+    """Comma-separated numbers, each >= 1."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise ValueError(
-            f"--lengths is not a list of lengths: got {text}; expected numbers >= 1, as in 256,512"
+            f"{option} is not a list of {what}: got {text}; expected numbers >= 1, as in {example}"
         )
     return tuple(dict.fromkeys(map(int, parts)))
 
@@ -139,31 +224,16 @@ def parse_device(name: str) -> str:
     return name
 
 
-def load_subject(model_dir: Path, device: str) -> Subject:
-    """The model on `device`, with its tokenizer where the directory has one."""
-    model = load_model(model_dir, device=device)
-    path = model_dir / "tokenizer.model"
-    tokenizer = Tokenizer.load(path) if path.is_file() else None
-    if tokenizer is not None and tokenizer.vocab_size > model.config.vocab_size:
+def check_spread(address: str | None, gpus: int, workers: int) -> None:
+    """Refuse combinations of --address, --gpus and --workers that mean nothing."""
+    if gpus and workers:
         raise ValueError(
-            f"tokenizer is larger than the model's vocabulary: got {tokenizer.vocab_size} ids in "
-            f"{path}; expected at most {model.config.vocab_size}; use the tokenizer that the model "
-            "was trained with"
+            f"--gpus and --workers exclude each other: got {gpus} and {workers}; expected one"
         )
-    return Subject(
-        model=model,
-        vocab_size=model.config.vocab_size,
-        max_seq_len=model.config.max_seq_len,
-        tokenizer=tokenizer,
-        device=device,
-    )
-
-
-def one_line(error: OSError | ValueError) -> str:
-    """The message; the system's own refusals of a file get the form of the others."""
-    if isinstance(error, OSError) and error.filename is not None:
-        return f"cannot read {error.filename}: {error.strerror}"
-    return str(error)
+    if address is not None and not (gpus or workers):
+        raise ValueError(
+            f"--address needs a number: got {address} alone; expected --gpus N or --workers N too"
+        )
 
 
 def main() -> None:

@@ -1,146 +1,200 @@
-"""S-NIAH-1, the pass-key task: RULER's niah_single_1 (arXiv 2404.06654).
+"""Needle in a haystack: RULER's eight tasks; samples, prompts and their rules in niah_samples.py.
 
-Noise haystack, word key, number value.
+Without --haystack the pass-key task alone (single_1) is run, which needs no text; with one, all
+eight, or those of --niah-tasks. The model continues each prompt greedily. Metrics, each per task
+and length:
 
-One sentence with a seven-digit number, the needle, stands at a random line of a haystack of one
-repeated line. The prompt ends with the question and the start of the answer; the model continues
-greedily.
-
-    A special magic number is hidden within the following text. Make sure to memorize it. I will
-    quiz you about the number afterwards.
-    The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.
-    One of the special magic numbers for quiet-harbor is: 4829171.
-    The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.
-    What is the special magic number for quiet-harbor mentioned in the provided text? The special
-    magic number for quiet-harbor mentioned in the provided text is             -> " 4829171."
-
-Length: BOS + prompt + answer_tokens <= the length asked for, in the model's own tokens, and one
-more line would not fit. RULER generates 128 tokens; another `answer_tokens` makes room in short
-contexts and is in `settings`.
-
-Metrics, each per length:
-    accuracy              percent of samples whose continuation contains the number (RULER's
-                          string_match_all); also per quarter of depth, accuracy_depth_0_25 ...
-                          (0 = needle before the first line)
-    numbers_emitted       distinct seven-digit strings in a continuation, mean: a model that lists
-                          many can score
-    value_log_prob        nats a token of the true value, teacher-forced after the prompt, mean
+    accuracy              percent of the references that stand in the continuation, mean over
+                          samples (RULER's string_match_all); also per quarter of depth,
+                          accuracy_depth_0_25 ... (0 = needle at the top)
+    values_emitted        distinct numbers or uuids in a continuation, mean: a model that lists many
+                          can score
+    value_log_prob        nats a token of the (first) true value, teacher-forced after the prompt
     value_argmax_rate     percent of samples in which every token of the value is the argmax
-    absent_log_prob, absent_argmax_rate      the same for a number that is not in the text
+    absent_log_prob, absent_argmax_rate      the same for a value that is not in the text
     retrieval_gain        value_log_prob - absent_log_prob: > 0 says that the text was used, though
                           the model may be too weak to answer
+    value_rank            place of the true value by log-probability among `candidates` values, 1 is
+                          first, mean: the other values of the text where it has several (multikey,
+                          multiquery), else values that it does not hold
+    value_first_rate      percent of samples in which it is first; chance is 100 / candidates
 
-Differences from RULER: keys come from our own word lists, and the answer prefix is always sent
-(RULER's own runner drops it since 2025, NVIDIA/RULER#107, and base models collapse without it).
-Samples depend only on the seed, the length and the tokenizer.
+Longer than the model's rows in training: refused without --beyond-trained, then marked.
 """
 
 from __future__ import annotations
 
-import random
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from hashlib import sha256
 
 import numpy as np
 
 from data_prep.tokenizer import Tokenizer
-from eval.completion import complete
-from eval.progress import track
+from eval.completion import complete, score_continuations
+from eval.niah_haystack import Essays
+from eval.niah_samples import CANDIDATES, RULER_TASKS, Draw, Sample
 from eval.result import Options, Result, Subject, mean_result
-from eval.scoring import Score, Window, score, window_batches
-from eval.words import ADJECTIVES, NOUNS
+from eval.samples import Values
 
-VERSION = 1
-
-NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-PREFACE = (
-    "A special magic number is hidden within the following text. Make sure to memorize it. "
-    "I will quiz you about the number afterwards."
-)
+VERSION = 2
+PAIRED = ("accuracy", "value_log_prob", "retrieval_gain")
 DEPTH_QUARTERS = ((0, 25), (25, 50), (50, 75), (75, 100))
+UNITS = {
+    "accuracy": "percent",
+    "values_emitted": "per answer",
+    "value_log_prob": "nats per token",
+    "value_argmax_rate": "percent",
+    "absent_log_prob": "nats per token",
+    "absent_argmax_rate": "percent",
+    "retrieval_gain": "nats per token",
+    "value_rank": "place",
+    "value_first_rate": "percent",
+}
+_VALUES = {
+    "numbers": re.compile(r"(?<!\d)\d{7}(?!\d)"),
+    "uuids": re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"),
+}
 
 
-@dataclass(frozen=True, slots=True)
-class Needle:
-    """What a prompt hides under which key, a value that it does not hide, and where among the
-    lines the needle stands (0 top .. 1 bottom)."""
-
-    key: str
-    value: str
-    absent: str
-    where: float
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One prompt: its ids with BOS, the number it hides, one that it does not, and where (0 top
-    .. 1 bottom)."""
-
-    prompt: str
-    tokens: list[int]
-    value: str
-    absent: str
-    depth: float
+def task_names(options: Options) -> tuple[str, ...]:
+    """The RULER tasks asked for; ValueError for an unknown one or one that lacks its text."""
+    names = options.niah_tasks
+    if not names:
+        names = ("single_1",) if options.haystack is None else tuple(RULER_TASKS)
+    if unknown := [name for name in names if name not in RULER_TASKS]:
+        raise ValueError(
+            f"unknown NIAH task: got {','.join(unknown)}; expected some of "
+            f"{','.join(RULER_TASKS)}; correct --niah-tasks"
+        )
+    essays = [name for name in names if RULER_TASKS[name].haystack == "essays"]
+    if essays and options.haystack is None:
+        raise ValueError(
+            f"NIAH task {essays[0]} has no haystack: got no --haystack; expected a text, plain or "
+            ".xz, or RULER's JSON; add --haystack FILE"
+        )
+    return names
 
 
-def prompt_text(key: str, value: str, lines: int, position: int) -> str:
-    """The prompt with the needle before noise line `position` of `lines` (after the last if
-    equal)."""
-    haystack = [NOISE] * lines
-    haystack.insert(position, f"One of the special magic numbers for {key} is: {value}.")
-    question = f"What is the special magic number for {key} mentioned in the provided text?"
-    answer = f"The special magic number for {key} mentioned in the provided text is"
-    return "\n".join([PREFACE, *haystack, f"{question} {answer}"])
+def check(subject: Subject, options: Options) -> None:
+    """Refuse a model without tokenizer, unknown tasks, a haystack that cannot be read, and lengths
+    that the model cannot read or that cannot hold every prompt with the smallest haystack."""
+    tokenizer = subject.need_tokenizer("niah")
+    names = task_names(options)
+    essays = None if options.haystack is None else Essays.load(options.haystack)
+    for length in _lengths(subject, options):
+        subject.check_length("NIAH length", length)
+        budget = length - options.answer_tokens
+        for name in names:
+            _check_budget(name, tokenizer, _draws(name, length, essays, options), budget, options)
+        # The teacher-forced value stands after the prompt too, and may be longer than an answer.
+        draws = [draw for name in names for draw in _draws(name, length, essays, options)]
+        values = (v for d in draws for v in (d.values[0][0], d.absent, *d.others))
+        longest = max(len(_value_tokens(tokenizer, value)) for value in values)
+        subject.check_length("NIAH prompt with its value", budget + longest - 1)
 
 
-def draw_needles(*, length: int, samples: int, seed: int) -> list[Needle]:
-    """The random part of the samples of one length."""
-    # One stream per length: samples of one length do not depend on which others were asked for.
-    rng = random.Random(f"S-NIAH-1 {seed} {length}")
-    needles = []
-    for _ in range(samples):
-        key = f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}"
-        value, absent = (str(n) for n in rng.sample(range(1_000_000, 10_000_000), 2))
-        needles.append(Needle(key, value, absent, rng.random()))
-    return needles
+def _check_budget(
+    name: str, tokenizer: Tokenizer, draws: Sequence[Draw], budget: int, options: Options
+) -> None:
+    shortest = max(len(draw.tokens(tokenizer, draw.smallest)) for draw in draws)
+    if shortest > budget:
+        raise ValueError(
+            f"NIAH length is too short: got {budget + options.answer_tokens} tokens for {name}; "
+            f"expected at least {shortest + options.answer_tokens} (the shortest prompt, and "
+            f"{options.answer_tokens} to answer); use a larger --lengths or a smaller "
+            "--answer-tokens"
+        )
 
 
-def _prompt(needle: Needle, lines: int) -> str:
-    return prompt_text(needle.key, needle.value, lines, round(needle.where * lines))
+def _lengths(subject: Subject, options: Options) -> tuple[int, ...]:
+    return options.lengths or (subject.usual_length,)
 
 
-def _prompt_tokens(tokenizer: Tokenizer, needle: Needle, lines: int) -> list[int]:
-    return [tokenizer.bos_id, *tokenizer.encode(_prompt(needle, lines))]
-
-
-def _value_tokens(tokenizer: Tokenizer, value: str) -> list[int]:
-    return tokenizer.encode(f" {value}")
+def _draws(name: str, length: int, essays: Essays | None, options: Options) -> list[Draw]:
+    return [Draw(name, length, options.seed, i, essays) for i in range(options.samples)]
 
 
 def make_samples(
-    tokenizer: Tokenizer, *, length: int, answer_tokens: int, samples: int, seed: int
+    tokenizer: Tokenizer,
+    name: str,
+    *,
+    length: int,
+    answer_tokens: int,
+    samples: int,
+    seed: int,
+    essays: Essays | None = None,
 ) -> list[Sample]:
-    """Samples that fill `length` tokens to within one noise line. `check` has refused a length in
-    which a prompt of one line does not fit."""
-    budget = length - answer_tokens
-    lines = max(1, budget // max(1, len(tokenizer.encode(NOISE + "\n"))))
-    out = []
-    for needle in draw_needles(length=length, samples=samples, seed=seed):
-        while len(_prompt_tokens(tokenizer, needle, lines + 1)) <= budget:
-            lines += 1
-        while lines > 1 and len(_prompt_tokens(tokenizer, needle, lines)) > budget:
-            lines -= 1
-        out.append(
-            Sample(
-                prompt=_prompt(needle, lines),
-                tokens=_prompt_tokens(tokenizer, needle, lines),
-                value=needle.value,
-                absent=needle.absent,
-                depth=round(needle.where * lines) / lines,
+    """Samples that fill `length` tokens to within one word or line."""
+    return [
+        Draw(name, length, seed, place, essays).sample(tokenizer, length - answer_tokens)
+        for place in range(samples)
+    ]
+
+
+def niah(subject: Subject, options: Options) -> list[Result]:
+    """All metrics of the module's text for every task and length."""
+    essays = None if options.haystack is None else Essays.load(options.haystack)
+    results = []
+    for length in _lengths(subject, options):
+        for name in task_names(options):
+            results += _one(subject, options, essays, name, length)
+    return results
+
+
+def _one(
+    subject: Subject, options: Options, essays: Essays | None, name: str, length: int
+) -> list[Result]:
+    tokenizer = subject.need_tokenizer("niah")
+    uses_essays = RULER_TASKS[name].haystack == "essays"
+    settings = {
+        "ruler_task": f"niah_{name}",
+        "length": length,
+        "answer_tokens": options.answer_tokens,
+        "seed": options.seed,
+        "haystack_sha256": essays.sha256[:16] if essays is not None and uses_essays else None,
+        "tokenizer_sha256": tokenizer.sha256[:16],
+        **subject.length_mark(length),
+    }
+    draws = _draws(name, length, essays if uses_essays else None, options)
+
+    def run(places: list[int]) -> Iterator[Values]:
+        # A few at a time, so that a stopped evaluation has lost little.
+        group = max(1, options.batch_tokens // length)
+        for start in range(0, len(places), group):
+            some = [
+                draws[i].sample(tokenizer, length - options.answer_tokens)
+                for i in places[start : start + group]
+            ]
+            answers = complete(
+                subject.model,
+                [sample.tokens for sample in some],
+                max_new_tokens=options.answer_tokens,
+                stop_ids=(tokenizer.eos_id,),
+                batch_tokens=options.batch_tokens,
             )
-        )
-    return out
+            for sample, ids in zip(some, answers, strict=True):
+                answer = tokenizer.decode(ids)
+                yield {
+                    **grade(sample, answer, name),
+                    **teacher_forced(subject, tokenizer, sample),
+                    "answer": answer,
+                }
+
+    log = subject.samples.open("niah", VERSION, settings)
+    keys = [str(place) for place in range(options.samples)]
+    values = log.scored(keys, run, f"niah_{name} {length}")
+    log.close()
+    digest = sha256()
+    for draw in draws:
+        digest.update(repr((draw.keys, draw.values, draw.queried, draw.depths)).encode())
+    needles = RULER_TASKS[name].needles
+    settings |= {
+        "candidates": needles if needles > 1 else CANDIDATES,
+        "samples": options.samples,
+        "samples_sha256": digest.hexdigest()[:16],
+    }
+    return _results(values, settings)
 
 
 def contains(answer: str, value: str) -> bool:
@@ -149,115 +203,55 @@ def contains(answer: str, value: str) -> bool:
     return value.lower() in re.sub(r"[\x00-\x1f]", "\n", answer).strip().lower()
 
 
-def check(subject: Subject, options: Options) -> None:
-    """Refuse a model without tokenizer, and lengths that the model cannot read or that cannot hold
-    every prompt with one noise line."""
-    tokenizer = subject.need_tokenizer("niah")
-    for length in _lengths(subject, options):
-        subject.check_length("NIAH length", length)
-        budget = length - options.answer_tokens
-        needles = draw_needles(length=length, samples=options.samples, seed=options.seed)
-        shortest = max(len(_prompt_tokens(tokenizer, needle, 1)) for needle in needles)
-        if shortest > budget:
-            raise ValueError(
-                f"NIAH length is too short: got {length} tokens; expected at least "
-                f"{shortest + options.answer_tokens} (prompt with one line, and "
-                f"{options.answer_tokens} to answer); use a larger --lengths or a smaller "
-                "--answer-tokens"
-            )
-        # The teacher-forced value stands after the prompt too, and may be longer than an answer.
-        values = (value for needle in needles for value in (needle.value, needle.absent))
-        longest = max(len(_value_tokens(tokenizer, value)) for value in values)
-        subject.check_length("NIAH prompt with its value", budget + longest - 1)
-
-
-def _lengths(subject: Subject, options: Options) -> tuple[int, ...]:
-    return options.lengths or (subject.max_seq_len,)
-
-
-def niah(subject: Subject, options: Options) -> list[Result]:
-    """All metrics of the module's text for every length of `options.lengths`."""
-    tokenizer = subject.need_tokenizer("niah")
-    results = []
-    for length in _lengths(subject, options):
-        samples = make_samples(
-            tokenizer,
-            length=length,
-            answer_tokens=options.answer_tokens,
-            samples=options.samples,
-            seed=options.seed,
-        )
-        completions = complete(
-            subject.model,
-            [sample.tokens for sample in samples],
-            max_new_tokens=options.answer_tokens,
-            stop_ids=(tokenizer.eos_id,),
-            batch_tokens=options.batch_tokens,
-        )
-        answers = [
-            tokenizer.decode(ids)
-            for ids in track(completions, len(samples), f"niah {length}: answers")
-        ]
-        results += grade(samples, answers, length, options)
-        results += teacher_forced(subject, tokenizer, samples, length, options)
-    return results
-
-
-def grade(
-    samples: Sequence[Sample], answers: Sequence[str], length: int, options: Options
-) -> list[Result]:
-    """accuracy, accuracy by depth, numbers_emitted; one answer per sample."""
-    hits = np.array([contains(a, s.value) for s, a in zip(samples, answers, strict=True)], float)
-    depths = np.array([s.depth for s in samples])
-    numbers = np.array([len(set(re.findall(r"(?<!\d)\d{7}(?!\d)", a))) for a in answers], float)
-    results = [_result("accuracy", 100 * hits, "percent", length, options)]
-    for low, high in DEPTH_QUARTERS:
-        here = (depths * 100 >= low) & ((depths * 100 < high) | (high == 100))
-        if here.any():
-            name = f"accuracy_depth_{low}_{high}"
-            results.append(_result(name, 100 * hits[here], "percent", length, options))
-    return [*results, _result("numbers_emitted", numbers, "per answer", length, options)]
-
-
-def teacher_forced(
-    subject: Subject,
-    tokenizer: Tokenizer,
-    samples: Sequence[Sample],
-    length: int,
-    options: Options,
-) -> list[Result]:
-    """Log-probability and argmax rate of the true and of an absent value, straight after the
-    prompt."""
-    windows = []
-    for sample in samples:
-        for number in (sample.value, sample.absent):
-            target = _value_tokens(tokenizer, number)
-            windows.append(Window([*sample.tokens, *target[:-1]], target))
-    batches = window_batches(windows, options.batch_tokens)
-    scores: list[Score] = list(
-        track(
-            score(subject.model, batches, subject.device),
-            len(windows),
-            f"niah {length}: log-probabilities",
-        )
-    )
-    log_prob = np.array([-s.nll / s.tokens for s in scores]).reshape(-1, 2)
-    exact = np.array([100.0 * (s.hits == s.tokens) for s in scores]).reshape(-1, 2)
-    columns = (
-        ("value_log_prob", log_prob[:, 0], "nats per token"),
-        ("value_argmax_rate", exact[:, 0], "percent"),
-        ("absent_log_prob", log_prob[:, 1], "nats per token"),
-        ("absent_argmax_rate", exact[:, 1], "percent"),
-        ("retrieval_gain", log_prob[:, 0] - log_prob[:, 1], "nats per token"),
-    )
-    return [_result(name, values, unit, length, options) for name, values, unit in columns]
-
-
-def _result(metric: str, values: np.ndarray, unit: str, length: int, options: Options) -> Result:
-    settings = {
-        "length": length,
-        "answer_tokens": options.answer_tokens,
-        "samples": options.samples,
-        "seed": options.seed,
+def grade(sample: Sample, answer: str, name: str) -> Values:
+    """accuracy, values_emitted and depth of one answer."""
+    hits = sum(contains(answer, value) for value in sample.references)
+    emitted = set(_VALUES[RULER_TASKS[name].value].findall(answer.lower()))
+    return {
+        "accuracy": 100 * hits / len(sample.references),
+        "values_emitted": len(emitted),
+        "depth": sample.depth,
     }
-    return mean_result("niah", VERSION, metric, values, unit, settings)
+
+
+def teacher_forced(subject: Subject, tokenizer: Tokenizer, sample: Sample) -> Values:
+    """The companion scores of one sample."""
+    texts = [sample.references[0], sample.absent, *sample.candidates]
+    scores = score_continuations(
+        subject.model,
+        sample.tokens,
+        [_value_tokens(tokenizer, text) for text in texts],
+        subject.device,
+    )
+    true, absent, *others = (-score.nll / score.tokens for score in scores)
+    exact = [100.0 * (score.hits == score.tokens) for score in scores]
+    rank = 1 + sum(other >= true for other in others)
+    return {
+        "value_log_prob": true,
+        "value_argmax_rate": exact[0],
+        "absent_log_prob": absent,
+        "absent_argmax_rate": exact[1],
+        "retrieval_gain": true - absent,
+        "value_rank": rank,
+        "value_first_rate": 100.0 * (rank == 1),
+    }
+
+
+def _value_tokens(tokenizer: Tokenizer, value: str) -> list[int]:
+    return tokenizer.encode(f" {value}")
+
+
+def _results(values: Sequence[Values], settings: dict) -> list[Result]:
+    depths = 100 * np.array([one["depth"] for one in values])
+    results = []
+    for metric, unit in UNITS.items():
+        column = np.array([one[metric] for one in values], dtype=np.float64)
+        results.append(mean_result("niah", VERSION, metric, column, unit, settings))
+        if metric != "accuracy":
+            continue
+        for low, high in DEPTH_QUARTERS:
+            here = (depths >= low) & ((depths < high) | (high == 100))
+            if here.any():
+                name = f"accuracy_depth_{low}_{high}"
+                results.append(mean_result("niah", VERSION, name, column[here], unit, settings))
+    return results

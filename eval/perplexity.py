@@ -28,13 +28,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
 
 from data_prep.shards import IGNORED_LABEL, Rows, read_manifest
-from eval.progress import track
 from eval.result import Options, Result, Subject
+from eval.samples import SampleLog, Values
 from eval.scoring import (
     Score,
     check_stride,
@@ -49,6 +50,7 @@ from eval.scoring import (
 from eval.text_files import read_bytes, read_text
 
 VERSION = 1
+PAIRED = ("nll",)
 
 
 def check(subject: Subject, options: Options) -> None:
@@ -80,21 +82,33 @@ def perplexity(subject: Subject, options: Options) -> list[Result]:
 
 
 def score_documents(
-    subject: Subject, documents: list[list[int]], prefix: int, options: Options, what: str
+    subject: Subject, documents: list[list[int]], prefix: int, options: Options, log: SampleLog
 ) -> list[Score]:
-    """One Score per document; documents never share a window. Empty documents score nothing."""
+    """One Score per document; documents never share a window. Empty documents score nothing.
+
+    Args:
+        prefix: the id before the first token. log: keeps the documents' scores, by their place.
+    """
     window, stride = window_and_stride(subject, options)
-    windows = [list(rolling_windows(d, prefix, window=window, stride=stride)) for d in documents]
-    flat = [w for document in windows for w in document]
-    batches = window_batches(flat, options.batch_tokens)
-    scores = track(score(subject.model, batches, subject.device), len(flat), what)
-    return [total(next(scores) for _ in document) for document in windows]
+
+    def score_missing(places: list[int]) -> Iterator[Values]:
+        windows = [
+            list(rolling_windows(documents[i], prefix, window=window, stride=stride))
+            for i in places
+        ]
+        batches = window_batches((w for part in windows for w in part), options.batch_tokens)
+        scores = score(subject.model, batches, subject.device)
+        for part in windows:
+            yield total(next(scores) for _ in part).values()
+
+    keys = [str(i) for i in range(len(documents))]
+    return [Score(**values) for values in log.scored(keys, score_missing, "documents")]
 
 
 def window_and_stride(subject: Subject, options: Options) -> tuple[int, int]:
     """Tokens that a window of a rolling score reads and tokens that it scores; ValueError where
     they do not fit the model or each other."""
-    window = subject.max_seq_len if options.window is None else options.window
+    window = subject.usual_length if options.window is None else options.window
     subject.check_length("the scoring window", window)
     stride = window if options.stride is None else options.stride
     check_stride(window, stride)
@@ -104,18 +118,26 @@ def window_and_stride(subject: Subject, options: Options) -> tuple[int, int]:
 def window_settings(subject: Subject, options: Options) -> dict[str, int | str]:
     """The settings of a rolling score that change its value."""
     window, stride = window_and_stride(subject, options)
-    return {"window": window, "stride": stride, "bos": "first window of each document"}
+    policy: dict[str, int | str] = {
+        "window": window,
+        "stride": stride,
+        "bos": "first window of each document",
+    }
+    return policy | subject.length_mark(window)
 
 
 def text_perplexity(subject: Subject, options: Options) -> list[Result]:
     """Perplexity of text files; see the module's text."""
     tokenizer = subject.need_tokenizer("perplexity")
     documents = [tokenizer.encode(read_text(path)) for path in options.texts]
-    scores = score_documents(subject, documents, tokenizer.bos_id, options, "perplexity")
     settings = {
         "text": [path.name for path in options.texts],
+        "text_sha256": [sha256(read_bytes(path)).hexdigest()[:16] for path in options.texts],
         **window_settings(subject, options),
     }
+    log = subject.samples.open("perplexity", VERSION, settings)
+    scores = score_documents(subject, documents, tokenizer.bos_id, options, log)
+    log.close()
     return _results(scores, sum(len(read_bytes(path)) for path in options.texts), settings)
 
 
@@ -143,26 +165,34 @@ def dataset_perplexity(subject: Subject, options: Options, dataset: Path) -> lis
     byte_lengths = subject.need_tokenizer("perplexity").token_bytes
     scored_bytes = 0
     frequencies = np.zeros(rows.manifest.vocab_size, dtype=np.int64)
+    for i in range(len(rows)):
+        labels = rows[i].labels
+        labels = labels[labels != IGNORED_LABEL]
+        scored_bytes += int(byte_lengths[labels].sum())
+        np.add.at(frequencies, labels, 1)
 
-    def counted() -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        nonlocal scored_bytes
-        for i in range(len(rows)):
-            row = rows[i]
-            labels = row.labels[row.labels != IGNORED_LABEL]
-            scored_bytes += int(byte_lengths[labels].sum())
-            np.add.at(frequencies, labels, 1)
-            yield row.tokens, row.labels, row.document_starts
+    def score_missing(places: list[int]) -> Iterator[Values]:
+        found = map(rows.__getitem__, places)
+        triples = ((row.tokens, row.labels, row.document_starts) for row in found)
+        batches = row_batches(triples, options.batch_tokens)
+        for one in score(subject.model, batches, subject.device):
+            yield one.values()
 
-    batches = row_batches(counted(), options.batch_tokens)
-    scores = list(
-        track(score(subject.model, batches, subject.device), len(rows), f"perplexity of {dataset}")
-    )
     settings = {
         "dataset": str(dataset),
         "split": options.split,
+        "rows_sha256": rows.manifest.splits[options.split].index_sha256,
         "row_tokens": rows.manifest.row_tokens,
         "bos": "as packed: first token of each document",
+        **subject.length_mark(rows.manifest.row_tokens),
     }
+    log = subject.samples.open("perplexity", VERSION, settings)
+    keys = [str(i) for i in range(len(rows))]
+    scores = [
+        Score(**values)
+        for values in log.scored(keys, score_missing, f"perplexity: rows of {dataset}")
+    ]
+    log.close()
     results = _results(scores, scored_bytes, settings)
     entropy = Result(
         task="perplexity",

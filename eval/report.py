@@ -14,6 +14,7 @@ so training may go on writing to its own.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -38,6 +39,8 @@ from models.tensor_files import INDEX_NAME, WEIGHTS_NAME
 
 FORMAT_VERSION = 1
 FILE_NAME = "results.json"
+TAGGED = ("variant", "length", "pairs", "copied", "to")
+"""Settings that tell a task's scalars apart."""
 
 
 def run_of(model_dir: Path) -> Path | None:
@@ -134,25 +137,36 @@ def earlier_results(output: Path, model: dict[str, Any]) -> list[dict[str, Any]]
     return results
 
 
-def write_results(
-    output: Path,
-    model: dict[str, Any],
-    earlier: Sequence[dict[str, Any]],
-    results: Sequence[Result],
-) -> None:
-    """Writes `earlier` updated by `results`, atomically; OSError that names `output` if it
-    cannot."""
-    merged = {_key(entry): entry for entry in earlier}
-    merged |= {_key(entry): entry for entry in map(_as_json, results)}
-    content = {
-        "format_version": FORMAT_VERSION,
-        "model": model,
-        "results": list(merged.values()),
-    }
-    text = json.dumps(content, indent=1, allow_nan=False) + "\n"
+def write_results(output: Path, model: dict[str, Any], results: Sequence[Result]) -> None:
+    """Adds `results` to what `output` holds, atomically, also beside other programs that do so.
+
+    Raises:
+        OSError: it cannot be written; the message names it.
+        ValueError: it has come to hold something else meanwhile.
+    """
     with _writing(output):
         output.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(output, text.encode())
+        with _locked(output.parent):
+            merged = {_key(entry): entry for entry in earlier_results(output, model)}
+            merged |= {_key(entry): entry for entry in map(_as_json, results)}
+            content = {
+                "format_version": FORMAT_VERSION,
+                "model": model,
+                "results": list(merged.values()),
+            }
+            text = json.dumps(content, indent=1, allow_nan=False) + "\n"
+            write_atomically(output, text.encode())
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Inside, no other program of ours writes results in `folder`."""
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
 
 
 @contextmanager
@@ -183,10 +197,9 @@ def write_scalars(run: Path, step: int, results: Sequence[Result]) -> None:
 
 
 def _tag(result: Result) -> str:
-    parts = ["eval", result.task, result.metric]
-    parts += [
-        f"{name}_{result.settings[name]}" for name in ("length", "pairs") if name in result.settings
-    ]
+    settings = result.settings
+    parts = ["eval", str(settings.get("ruler_task", result.task)), result.metric]
+    parts += [f"{name}_{settings[name]}" for name in TAGGED if name in settings]
     return "/".join(parts)
 
 
@@ -194,7 +207,7 @@ def tables(results: Sequence[Result]) -> list[Table]:
     """The results for a terminal, one table for each task and settings."""
     out: dict[str, Table] = {}
     for result in results:
-        title = f"{result.task} (version {result.version}) {_brief(result.settings)}"
+        title = f"{result.task} (version {result.version}) {brief(result.settings)}"
         if title not in out:
             out[title] = Table(title=title, title_justify="left")
             out[title].add_column("metric", no_wrap=True)
@@ -202,8 +215,10 @@ def tables(results: Sequence[Result]) -> list[Table]:
                 out[title].add_column(name, justify="right", no_wrap=True)
             out[title].add_column("unit")
         error = result.standard_error
+        settings = result.settings
+        bucket = f" {settings['from']}-{settings['to']}" if "to" in settings else ""
         out[title].add_row(
-            result.metric,
+            result.metric + bucket,
             f"{result.value:.4f}",
             "" if error is None else f"{error:.4f}",
             f"{result.count:,}",
@@ -212,6 +227,10 @@ def tables(results: Sequence[Result]) -> list[Table]:
     return list(out.values())
 
 
-def _brief(settings: dict[str, Any]) -> str:
-    shown = ("length", "answer_tokens", "pairs", "split", "window", "stride", "row_tokens")
+def brief(settings: dict[str, Any]) -> str:
+    """The settings that tell tables apart, in words; trained_length marks longer input."""
+    shown = (
+        *("ruler_task", "variant", "length", "answer_tokens", "pairs", "copied"),
+        *("split", "window", "stride", "row_tokens", "trained_length"),
+    )
     return " ".join(f"{name}={settings[name]}" for name in shown if name in settings)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Protocol
 
 import numpy as np
@@ -59,6 +59,10 @@ class Score:
 
     def __add__(self, other: Score) -> Score:
         return Score(self.nll + other.nll, self.tokens + other.tokens, self.hits + other.hits)
+
+    def values(self) -> dict[str, float | int]:
+        """For a sample log; `Score(**values)` reads it back."""
+        return asdict(self)
 
 
 def check_stride(window: int, stride: int) -> None:
@@ -158,14 +162,18 @@ def score(model: Model, batches: Iterable[Batch], device: str = "cpu") -> Iterat
     own position."""
     for batch in batches:
         logits = model(batch.tokens.to(device), batch.cu_seqlens)
-        labels = batch.labels.to(device)
-        nll, hit = _losses(logits, labels)
-        scored = labels != IGNORED_LABEL
-        columns = zip(nll.sum(1).tolist(), scored.sum(1).tolist(), hit.sum(1).tolist(), strict=True)
-        yield from (Score(*column) for column in columns)
+        yield from score_batch(logits, batch.labels.to(device))
 
 
-def _losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def score_batch(logits: Tensor, labels: Tensor) -> list[Score]:
+    """One Score for each row of logits [B, T, vocab_size] and labels [B, T] int64."""
+    nll, hit = losses(logits, labels)
+    scored = labels != IGNORED_LABEL
+    columns = zip(nll.sum(1).tolist(), scored.sum(1).tolist(), hit.sum(1).tolist(), strict=True)
+    return [Score(*column) for column in columns]
+
+
+def losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """nll [B, T] float64, 0 where the label is -100; hit [B, T] bool, label is the argmax."""
     nll = torch.empty(labels.shape, dtype=torch.float64, device=labels.device)
     hit = torch.empty(labels.shape, dtype=torch.bool, device=labels.device)

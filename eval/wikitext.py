@@ -1,4 +1,7 @@
-"""WikiText perplexity from a local copy: lm-eval's figures for .raw, word level for .tokens.
+"""WikiText perplexity: lm-eval's figures for raw text, word level for the tokenised one.
+
+The text is a local copy (`--wikitext`), or is downloaded when asked for by name
+(`--wikitext-download wikitext-2-raw-v1:test`, which needs the package `datasets`).
 
 `.raw` (or .raw.xz), metrics word_perplexity, byte_perplexity, bits_per_byte: the task `wikitext`,
 version 2, of lm-evaluation-harness. Every article is a document, detokenised, and scored in rolling
@@ -28,7 +31,9 @@ from __future__ import annotations
 
 import math
 import re
+from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 from eval.perplexity import score_documents, window_and_stride, window_settings
 from eval.result import Options, Result, Subject
@@ -36,6 +41,8 @@ from eval.scoring import exponential, mean_and_error, total
 from eval.text_files import read_text
 
 VERSION = 2
+PAIRED = ("nll",)
+HUB_NAME = "Salesforce/wikitext"
 
 _LINE = re.compile(r"[^\n]*\n|[^\n]+$")
 _ARTICLE_HEADING = re.compile(r" = [^=](.*[^=])? = ")
@@ -115,44 +122,81 @@ def check(subject: Subject, options: Options) -> None:
     that the model cannot read."""
     subject.need_tokenizer("wikitext")
     window_and_stride(subject, options)
-    _read(options)
+    read_articles(options)
 
 
-def _read(options: Options) -> tuple[Path, str, list[str]]:
-    """The file, its kind ("raw" or "tokens") and its articles as they stand there."""
+def read_articles(options: Options) -> tuple[str, str, list[str]]:
+    """The source's name, its kind ("raw" or "tokens") and its articles as they stand there."""
     path = options.wikitext
-    if path is None:
+    if path is not None:
+        source, kind, text = path.name, _kind(path), read_text(path)
+    elif options.wikitext_download is not None:
+        source = options.wikitext_download
+        kind, text = _download(source)
+    else:
         raise ValueError(
             "task wikitext has no file: got no --wikitext; expected a local wiki.*.raw or "
-            "wiki.*.tokens, plain or .xz; add --wikitext FILE"
+            "wiki.*.tokens, plain or .xz; add --wikitext FILE, or --wikitext-download "
+            "wikitext-2-raw-v1:test to fetch one"
         )
-    kind = _kind(path)
-    text = read_text(path)
     articles = split_articles(text)
     if not articles:
-        raise ValueError(f"no text in {path}: got only white space; expected WikiText articles")
+        raise ValueError(
+            f"no text in {path or source}: got only white space; expected WikiText articles"
+        )
     if kind == "tokens":
         # The blank line above the first heading is a line of the file too: scored and counted.
         articles[0] = text[: len(text) - sum(map(len, articles))] + articles[0]
-    return path, kind, articles
+    return source, kind, articles
+
+
+def _download(source: str) -> tuple[str, str]:
+    """("raw" or "tokens", text) of NAME:SPLIT, with the lines as they are in the original files."""
+    name, colon, split = source.partition(":")
+    kinds = {"raw-v1": "raw", "v1": "tokens"}
+    kind = kinds.get(name.removeprefix("wikitext-2-").removeprefix("wikitext-103-"))
+    if kind is None or not colon or split not in ("train", "validation", "test"):
+        raise ValueError(
+            f"--wikitext-download is not understood: got {source}; expected NAME:SPLIT, as in "
+            "wikitext-2-raw-v1:test, wikitext-103-v1:validation"
+        )
+    try:
+        import datasets
+    except ImportError:
+        raise ValueError(
+            f"the package datasets is not installed: got --wikitext-download {source}; expected "
+            "it for a download; install the extra lm-eval, or use --wikitext FILE"
+        ) from None
+    try:
+        lines = datasets.load_dataset(HUB_NAME, name, split=split)["text"]
+    except Exception as error:  # whatever a download can raise
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(
+            f"download of {source} failed: {reason}; check the connection, or use --wikitext FILE"
+        ) from error
+    # The hub stores an empty string for a blank line.
+    return kind, "".join(line or " \n" for line in lines)
 
 
 def wikitext(subject: Subject, options: Options) -> list[Result]:
     """lm-eval's three metrics of a .raw file, or the word-level perplexity of a .tokens file."""
     tokenizer = subject.need_tokenizer("wikitext")
-    path, kind, articles = _read(options)
+    source, kind, articles = read_articles(options)
     scored = [detokenise(article) for article in articles] if kind == "raw" else articles
     documents = [tokenizer.encode(article) for article in scored]
-    scores = score_documents(subject, documents, tokenizer.bos_id, options, "wikitext")
-    everything = total(scores)
-    _, error_per_token = mean_and_error(scores)
-    settings = {
-        "file": path.name,
+    settings: dict[str, Any] = {
+        "file": source,
         "articles": len(articles),
-        "tokens": everything.tokens,
+        "text_sha256": sha256("".join(articles).encode()).hexdigest()[:16],
         "tokenizer_sha256": tokenizer.sha256,
         **window_settings(subject, options),
     }
+    log = subject.samples.open("wikitext", VERSION, settings)
+    scores = score_documents(subject, documents, tokenizer.bos_id, options, log)
+    log.close()
+    everything = total(scores)
+    _, error_per_token = mean_and_error(scores)
+    settings["tokens"] = everything.tokens
 
     def result(metric: str, unit: str, count: int) -> Result:
         nats = everything.nll / count

@@ -68,8 +68,8 @@ def check_levels(
     level_weights: Tensor, lengths: tuple[int, ...], state: FenwickState | None, K: int, V: int
 ) -> None:
     """ValueError where level_weights [B,T,H,L] has fewer levels than the longest row needs."""
-    H, L = level_weights.shape[2:]
     if state is not None:
+        H, L = level_weights.shape[2:]
         state.check(len(lengths), H, L, K, V)
         if state.levels.device != level_weights.device:
             raise ValueError(
@@ -77,6 +77,14 @@ def check_levels(
                 f"{level_weights.device}; put them on one device"
             )
     positions = state.position.tolist() if state is not None else [0] * len(lengths)
+    check_level_count(level_weights, lengths, tuple(positions))
+
+
+def check_level_count(
+    level_weights: Tensor, lengths: tuple[int, ...], positions: tuple[int, ...]
+) -> None:
+    """ValueError where documents of these lengths from these positions on need more levels."""
+    L = level_weights.shape[3]
     longest = max(p + n for p, n in zip(positions, lengths, strict=True))
     if num_levels(longest) > L:
         raise ValueError(

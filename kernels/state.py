@@ -62,6 +62,39 @@ class FenwickState:
         return num_levels(int(self.position.max()) + 1)
 
 
+@dataclass(frozen=True)
+class LazyFenwickState:
+    """A state for decoding, changed where it lies: its decay is written beside it.
+
+        S[l] = exp(log_scale[l]) * levels[l]     for the levels that the last token saw
+
+    so that a step reads the live levels once and writes two of them. Levels that are not live hold
+    leftovers. All three tensors are on one device and never move, as a CUDA graph needs.
+
+    levels: [N, H, L, K, V] fp32;  log_scale: [N, H, L] fp32;  position: [N] int64.
+    """
+
+    levels: Tensor
+    log_scale: Tensor
+    position: Tensor
+
+    @staticmethod
+    def of(state: FenwickState) -> "LazyFenwickState":
+        """A copy of `state`."""
+        levels = state.levels.float().clone(memory_format=torch.contiguous_format)
+        position = state.position.to(levels.device, copy=True)
+        return LazyFenwickState(levels, levels.new_zeros(levels.shape[:3]), position)
+
+    def settled(self) -> FenwickState:
+        """A copy with the decay carried out and the levels that are not live zero."""
+        l = torch.arange(self.levels.shape[2], device=self.levels.device)
+        last = self.position[:, None] - 1  # the token that the levels are seen from
+        live = torch.where(l == 0, last >= 0, (last.clamp(min=0) >> (l - 1).clamp(min=0)) & 1 == 1)
+        live = live[:, None, :, None, None]
+        levels = torch.where(live, self.levels * self.log_scale.exp()[..., None, None], 0)
+        return FenwickState(levels, self.position.clone())
+
+
 def live_part(state: FenwickState, level_weights: Tensor) -> tuple[FenwickState, Tensor]:
     """The levels that the next token can read, and their weights [..., L]: a step then costs what
     is there, and its result does not depend on how many levels more the model has."""

@@ -49,7 +49,7 @@ def losses(log: Path) -> list[tuple[int, float]]:
             entry = json.loads(line)
         except ValueError:
             continue
-        if "loss" in entry:
+        if entry.get("loss") is not None:
             found[int(entry["step"])] = float(entry["loss"])  # a resumed run logs some steps again
     return sorted(found.items())
 

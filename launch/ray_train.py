@@ -65,8 +65,9 @@ def train(
 
     A worker that dies takes its group down; a new group starts and pretrain resumes from the newest
     complete checkpoint of the run folder, at most `max_failures` times. A wrong setting (pretrain's
-    exit code 2) is not tried again. Ray stores nothing but its own bookkeeping. SIGINT or SIGTERM
-    lets the workers save a checkpoint, for at most `stop_seconds`; a second one does not wait.
+    exit code 2) is not tried again, nor is a run that saved and ended because it was asked to or
+    its time was over. Ray stores nothing but its own bookkeeping. SIGINT or SIGTERM lets the
+    workers save a checkpoint, for at most `stop_seconds`; a second one does not wait.
 
     Raises:
         ValueError, ConnectionError: see launch.cluster.cluster.
@@ -82,7 +83,8 @@ def train(
                 failure = _run_once(argv, request, Path(storage), stop)
             if failure is None:
                 return
-            if failure.code == USER_ERROR or stop.requested or attempt == max_failures:
+            final = failure.code == USER_ERROR or failure.code >= STOPPED_BY_SIGNAL
+            if final or stop.requested or attempt == max_failures:
                 raise failure
             print(
                 f"{failure}; starting again from the newest checkpoint of {config.run_dir} "

@@ -45,6 +45,35 @@ def flops_per_token(config: ModelConfig, seq_len: int) -> float:
     return 3 * forward_flops_per_token(config, seq_len)
 
 
+def hardware_flops_per_token(config: ModelConfig, seq_len: int, recomputes_blocks: bool) -> float:
+    """FLOPs that are computed per token: `flops_per_token`, and the blocks' forward pass once more
+    where it is computed again to save memory. The output matrix never is.
+    """
+    again = forward_flops_per_token(config, seq_len) - 2 * config.d_model * config.vocab_size
+    return flops_per_token(config, seq_len) + (again if recomputes_blocks else 0)
+
+
+def training_state_bytes(
+    config: ModelConfig, zero_stage: int, ranks: int, moments: float = 2
+) -> dict[str, float]:
+    """Memory of one rank for what a training step keeps, all of it fp32, by kind.
+
+    ZeRO shares out the optimizer's state and a copy of the parameters that it updates from stage 1
+    on, gradients from stage 2 on, parameters at stage 3 (then the copy is all there is of them).
+
+    Args:
+        moments: numbers the optimizer keeps of a parameter, on average.
+    """
+    whole = 4.0 * parameter_count(config)
+    share = whole / ranks
+    return {
+        "parameters": whole if zero_stage < 3 else share,
+        "master copy": 0.0 if zero_stage == 0 else share,
+        "gradients": whole if zero_stage < 2 else share,
+        "optimizer": moments * (whole if zero_stage == 0 else share),
+    }
+
+
 def state_bytes(config: ModelConfig, seq_len: int, activation_bytes: int = 4) -> int:
     """Memory between two calls that one sequence of seq_len tokens needs.
 

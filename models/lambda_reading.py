@@ -43,6 +43,12 @@ class LayerLambda:
         return ((spread * live).sum(-1) / live.sum(-1)).sqrt()
 
 
+def of_one_row(layer: int, weights: Tensor) -> LayerLambda:
+    """What LevelWeights gave for one row, [T, H, levels of the model]."""
+    L = num_levels(len(weights))
+    return LayerLambda(layer, weights[..., :L].permute(1, 2, 0).contiguous())
+
+
 @torch.no_grad()
 def read_lambda(model: LanguageModel, tokens: Tensor) -> list[LayerLambda]:
     """Lambda of every log-linear layer over a text [T].
@@ -66,9 +72,5 @@ def read_lambda(model: LanguageModel, tokens: Tensor) -> list[LayerLambda]:
     finally:
         for hook in hooks:
             hook.remove()
-    L = num_levels(len(tokens))
     layers = [i for i, m in enumerate(model.config.layer_mixers) if m.startswith("log_linear_")]
-    return [
-        LayerLambda(layer, weights[..., :L].permute(1, 2, 0).contiguous())  # [T, H, L] before
-        for layer, weights in zip(layers, recorded, strict=True)
-    ]
+    return [of_one_row(layer, weights) for layer, weights in zip(layers, recorded, strict=True)]

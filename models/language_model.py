@@ -86,16 +86,25 @@ class LanguageModel(nn.Module):
         self.norm = RMSNorm(config.d_model, config.norm_eps)
         self.lm_head = None if config.tie_embeddings else Linear(config.d_model, config.vocab_size)
 
-    def forward(self, tokens: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-        """Logits of whole documents.
+    def forward(
+        self,
+        tokens: Tensor,
+        cu_seqlens: Tensor | None = None,
+        head: Callable[[Tensor, Tensor, float | None], Any] | None = None,
+    ) -> Any:
+        """Logits of whole documents, or what `head` makes of the states before them.
 
         Args:
             tokens: [B, T] int64, T >= 1.
             cu_seqlens: [N+1] int64 on the CPU, where the N documents start in the flattened B*T
                 tokens, and B*T; every row start is among them. None: each row is one document.
+            head: called with the normed states x [B, T, D], the output matrix W [vocab_size, D] and
+                the soft cap c or None; logits are x W^T, or c tanh(x W^T / c). So a loss need not
+                hold all logits, and W is used where an engine that gathers parameters expects it.
 
         Returns:
-            [B, T, vocab_size] fp32; [b, t] predicts the token after tokens[b, t].
+            [B, T, vocab_size] fp32; [b, t] predicts the token after tokens[b, t]. With a head, its
+            result.
 
         Raises:
             ValueError: cu_seqlens does not cut the rows into documents, or one is longer than
@@ -110,7 +119,10 @@ class LanguageModel(nn.Module):
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x, cu_seqlens, longest)
-        return self._logits(x).reshape(B, T, -1)
+        if head is None:
+            return self._logits(x).reshape(B, T, -1)
+        output = self.embedding if self.lm_head is None else self.lm_head
+        return head(self.norm(x).reshape(B, T, -1), output.weight, self.config.logit_soft_cap)
 
     def empty_state(self, batch_size: int) -> ModelState:
         """The state before any token, for `batch_size` rows."""

@@ -14,22 +14,31 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
 
 from data_prep.remote_dataset import open_cache
 from data_prep.shards import Manifest, pack_command, read_manifest, read_tokenizer
 from models.config import MIXER_NAMES, PRESETS, ModelConfig
+from pretrain.sections import (
+    BatchConfig,
+    CheckpointConfig,
+    HealthConfig,
+    LoggingConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    ProfileConfig,
+    ScheduleConfig,
+    Section,
+    TrainingConfig,
+    ValidationConfig,
+)
 
 STOP_FILE = "stop"
 """RUN/stop, empty: asks a run in progress to finish its step, save a checkpoint and end."""
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class MixedDataset(_Section):
+class MixedDataset(Section):
     """A data set beside data.dataset."""
 
     dataset: Path
@@ -37,7 +46,7 @@ class MixedDataset(_Section):
     remote: str | None = None
 
 
-class DataConfig(_Section):
+class DataConfig(Section):
     """Which rows are read, and in which order."""
 
     dataset: Path
@@ -73,110 +82,7 @@ class DataConfig(_Section):
         return self
 
 
-class BatchConfig(_Section):
-    """How many tokens make one update; the number of accumulated micro-batches follows from it."""
-
-    batch_tokens: int = Field(ge=1)
-    """Tokens in one update over all ranks: a multiple of seq_len * micro_batch_rows * ranks."""
-    micro_batch_rows: int = Field(ge=1)
-    """Rows in one pass of one rank; changes memory and speed, the result only by rounding."""
-
-
-class OptimizerConfig(_Section):
-    """AdamW and gradient clipping."""
-
-    peak_lr: float = Field(gt=0)
-    """Learning rate after the warmup."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = Field(default=1e-8, gt=0)
-    weight_decay: float = Field(default=0.1, ge=0)
-    """Decoupled weight decay of the parameters that are classed for it
-    (models/parameter_groups.py).
-    """
-    clip_norm: float | None = Field(default=1.0, gt=0)
-    """Largest global gradient norm; larger gradients are scaled down to it. null: no clipping."""
-
-    @field_validator("betas")
-    @classmethod
-    def _betas_are_averages(cls, betas: tuple[float, float]) -> tuple[float, float]:
-        if not all(0 <= beta < 1 for beta in betas):
-            raise ValueError("expected two numbers in [0, 1)")
-        return betas
-
-
-class ScheduleConfig(_Section):
-    """Learning rate against the step (pretrain/schedule.py has the equations)."""
-
-    kind: Literal["constant", "cosine", "wsd"] = "cosine"
-    warmup_steps: int = Field(default=0, ge=0)
-    """Updates over which the learning rate rises linearly to optimizer.peak_lr."""
-    decay_steps: int | None = Field(default=None, ge=1)
-    """wsd only: updates at the end of the run over which the learning rate falls linearly."""
-    final_lr_fraction: float = Field(default=0.1, ge=0, le=1)
-    """cosine and wsd: learning rate of the last update, as a fraction of optimizer.peak_lr."""
-
-    @model_validator(mode="after")
-    def _decay_steps_belong_to_wsd(self) -> "ScheduleConfig":
-        if self.kind == "wsd" and self.decay_steps is None:
-            raise ValueError("schedule.decay_steps is missing: schedule.kind wsd needs it")
-        if self.kind != "wsd" and self.decay_steps is not None:
-            raise ValueError(
-                f"schedule.decay_steps acts on schedule.kind wsd only: got kind {self.kind}; "
-                "leave it out"
-            )
-        return self
-
-
-class ParallelConfig(_Section):
-    """How the work is spread and in which precision it is computed."""
-
-    zero_stage: Literal[0, 1, 2, 3] = 2
-    """DeepSpeed ZeRO: 0 copies everything, 1 shards optimizer state, 2 also gradients, 3 also
-    parameters.
-    """
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Of the matrix products. Parameters, gradients, their reduction and the optimizer are fp32 in
-    both.
-    """
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: a GPU where there is one."""
-
-
-class TrainingConfig(_Section):
-    """The length of the run."""
-
-    total_steps: int = Field(ge=1)
-    """Updates until the run is complete."""
-
-
-class ValidationConfig(_Section):
-    """Loss on the validation split during training."""
-
-    every_steps: int | None = Field(default=None, ge=1)
-    """Updates between validations, which also take place after the last one. null: none."""
-    rows: int = Field(default=64, ge=1)
-    """Rows of seq_len tokens, spread evenly over the validation split; all if it has fewer."""
-
-
-class CheckpointConfig(_Section):
-    """When training state is written, and how much of it stays."""
-
-    every_steps: int = Field(ge=1)
-    """Updates between checkpoints; one is also written after the last update and when a signal
-    stops the run.
-    """
-    keep_last: int | None = Field(default=2, ge=1)
-    """Complete checkpoints that stay; older ones are removed. null: all."""
-
-
-class LoggingConfig(_Section):
-    """What appears on the screen; RUN/log.jsonl and TensorBoard get every step."""
-
-    every_steps: int = Field(default=10, ge=1)
-    """Updates between log lines."""
-
-
-class RunConfig(_Section):
+class RunConfig(Section):
     """Every setting of a run."""
 
     run_dir: Path
@@ -199,7 +105,9 @@ class RunConfig(_Section):
     training: TrainingConfig
     validation: ValidationConfig = ValidationConfig()
     checkpoint: CheckpointConfig
+    health: HealthConfig = HealthConfig()
     logging: LoggingConfig = LoggingConfig()
+    profile: ProfileConfig = ProfileConfig()
 
     @field_validator("model", mode="before")
     @classmethod
@@ -224,8 +132,13 @@ class RunConfig(_Section):
                 "at most "
                 f"model.max_seq_len={self.model.max_seq_len}; raise model.max_seq_len"
             )
-        if self.batch.batch_tokens % (self.data.seq_len * self.batch.micro_batch_rows):
-            raise ValueError(_batch_message(self, world_size=1))
+        _check_batches(self, world_size=1)
+        for stage in self.batch.stages:
+            if stage.seq_len and self.data.seq_len % stage.seq_len:
+                raise ValueError(
+                    f"batch.stages: seq_len does not divide data.seq_len: got {stage.seq_len}; "
+                    f"expected a divisor of {self.data.seq_len}; change one of them"
+                )
         decay_steps = self.schedule.decay_steps or 0
         if self.schedule.warmup_steps + decay_steps > self.training.total_steps:
             raise ValueError(
@@ -237,12 +150,8 @@ class RunConfig(_Section):
 
     @property
     def batch_rows(self) -> int:
-        """Rows in one update over all ranks."""
+        """Rows in one update over all ranks, once batch.stages are over."""
         return self.batch.batch_tokens // self.data.seq_len
-
-    def micro_batches(self, world_size: int) -> int:
-        """Micro-batches that each rank accumulates in one update."""
-        return self.batch_rows // (self.batch.micro_batch_rows * world_size)
 
 
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
@@ -322,8 +231,7 @@ def check_data(config: RunConfig, manifest: Manifest, world_size: int) -> None:
     Raises:
         ValueError: they do not fit; the message names the numbers.
     """
-    if config.batch_rows % (config.batch.micro_batch_rows * world_size):
-        raise ValueError(_batch_message(config, world_size))
+    _check_batches(config, world_size)
     _check_rows(config, config.data.dataset, manifest)
     if config.validation.every_steps is not None and _rows(manifest, "validation") == 0:
         raise ValueError(
@@ -353,18 +261,24 @@ def _rows(manifest: Manifest, split: str) -> int:
     return manifest.splits[split].rows if split in manifest.splits else 0
 
 
-def _batch_message(config: RunConfig, world_size: int) -> str:
+def _check_batches(config: RunConfig, world_size: int) -> None:
+    """ValueError where an update does not split into equal micro-batches of every rank."""
     rows, seq_len = config.batch.micro_batch_rows, config.data.seq_len
     unit = seq_len * rows * world_size
-    below = config.batch.batch_tokens // unit * unit
-    choices = f"{below} or {below + unit}" if below else f"{unit}"
-    return (
-        f"batch.batch_tokens does not split evenly: got {config.batch.batch_tokens}; expected a "
-        "multiple of "
-        f"data.seq_len * batch.micro_batch_rows * ranks = {seq_len} * {rows} * {world_size} = "
-        f"{unit}; "
-        f"use {choices}"
-    )
+    stages = [s.batch_tokens for s in config.batch.stages if s.batch_tokens is not None]
+    for name, tokens in [
+        ("batch.batch_tokens", config.batch.batch_tokens),
+        *(("batch_tokens of batch.stages", tokens) for tokens in stages),
+    ]:
+        if tokens % unit:
+            below = tokens // unit * unit
+            choices = f"{below} or {below + unit}" if below else f"{unit}"
+            raise ValueError(
+                f"{name} does not split evenly: got {tokens}; expected a multiple of "
+                f"data.seq_len * batch.micro_batch_rows * ranks = {seq_len} * {rows} * "
+                f"{world_size} = {unit}; use {choices}, or change batch.micro_batch_rows or the "
+                "number of ranks"
+            )
 
 
 def _merge(ground: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -422,7 +336,7 @@ def _one_line(details: ErrorDetails) -> str:
     if details["type"] == "value_error" and isinstance(details["input"], Mapping):
         if name == "model" and "preset" in details["input"]:
             return f"model.preset is unknown: got {details['input']['preset']!r}; {message}"
-        return message if name in ("", "schedule") else f"{name}: {message}"
+        return message if name in ("", "schedule", "parallel") else f"{name}: {message}"
     rule = re.sub(r"^Input should be", "expected", message)
     return f"{name} is wrong: got {details['input']!r}; {rule}"
 

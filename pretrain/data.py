@@ -1,8 +1,8 @@
 """Batches whose content is a function of the step.
 
 Every packed row is cut into training rows of seq_len tokens. The run reads one endless sequence of
-them, the permutations of epoch 0, 1, 2, ... one after the other, and update s (counted from 0)
-takes rows [s * R, (s + 1) * R) of it, R = batch_tokens / seq_len:
+them, the permutations of epoch 0, 1, 2, ... one after the other, and every update takes the next
+R = batch_tokens / seq_len rows of it (fewer, or cut shorter, in batch.stages: batch_plan.py):
 
     sequence   | permutation of epoch 0       | permutation of epoch 1       | ...
     update     |   0   |   1   |   2   |   3     |   4   |   5   |
@@ -21,10 +21,12 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from data_prep.shards import IGNORED_LABEL, Row
 from data_prep.training_rows import MixedRows, TrainingRows
+from pretrain.batch_plan import BatchPlan
 from pretrain.config import DataConfig, RunConfig
 from pretrain.errors import TrainingFailed
 
@@ -78,14 +80,26 @@ def training_rows(data: DataConfig) -> AnyRows:
     return MixedRows([(rows_of(data.dataset), data.weight), *others])
 
 
-def rows_of_update(update: int, batch_rows: int, rows: AnyRows, shuffle_seed: int) -> list[int]:
-    """Training rows of update `update` (counted from 0) over all ranks, in order."""
-    positions = range(update * batch_rows, (update + 1) * batch_rows)
+def rows_between(first: int, count: int, rows: AnyRows, shuffle_seed: int) -> list[int]:
+    """Training rows at positions first..first+count-1 of the endless sequence, in order."""
     epoch_rows = len(rows)
     return [
         int(rows.epoch_order(shuffle_seed, position // epoch_rows)[position % epoch_rows])
-        for position in positions
+        for position in range(first, first + count)
     ]
+
+
+def cut(row: Row, seq_len: int) -> list[Row]:
+    """A row as rows of seq_len tokens; a document that is cut goes on as one of its own."""
+    if len(row.tokens) == seq_len:
+        return [row]
+    pieces = []
+    for begin in range(0, len(row.tokens), seq_len):
+        end = begin + seq_len
+        inside = row.document_starts[(row.document_starts > begin) & (row.document_starts < end)]
+        starts = np.concatenate([[0], inside - begin]).astype(np.int64)
+        pieces.append(Row(row.tokens[begin:end], row.labels[begin:end], starts))
+    return pieces
 
 
 def collate(rows: Sequence[Row]) -> MicroBatch:
@@ -109,14 +123,18 @@ def training_batches(
     Raises:
         TrainingFailed: a shard is missing or damaged.
     """
-    rank_rows = config.batch_rows // world_size
+    plan = BatchPlan(config)
     size = config.batch.micro_batch_rows
 
     def read(update: int) -> list[MicroBatch]:
-        order = rows_of_update(update, config.batch_rows, rows, config.data.shuffle_seed)
+        stage, first = plan.stage(update + 1), plan.first_row(update + 1)
+        order = rows_between(first, stage.rows, rows, config.data.shuffle_seed)
+        rank_rows = stage.rows // world_size
         mine = order[rank * rank_rows : (rank + 1) * rank_rows]
         return [
-            collate([rows[index] for index in mine[begin : begin + size]])
+            collate(
+                [row for i in mine[begin : begin + size] for row in cut(rows[i], stage.seq_len)]
+            )
             for begin in range(0, rank_rows, size)
         ]
 

@@ -45,6 +45,12 @@ class World:
         dist.all_reduce(total)
         return [float(value) for value in total.tolist()]
 
+    def gather(self, value: T) -> list[T]:
+        """The small values of all ranks, in the order of ranks."""
+        values: list[T] = [value] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
     def agree(self, work: Callable[[], T]) -> T:
         """Runs `work` on every rank; a ValueError or OSError on any is Refused on all.
 
@@ -56,9 +62,7 @@ class World:
             result = work()
         except (ValueError, OSError) as caught:
             error = str(caught)
-        errors: list[str | None] = [None] * self.size
-        dist.all_gather_object(errors, error)
-        for rank, message in enumerate(errors):
+        for rank, message in enumerate(self.gather(error)):
             if message is not None:
                 where = "" if rank == 0 else f" (on rank {rank})"
                 raise Refused(message + where)

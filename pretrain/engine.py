@@ -7,26 +7,33 @@ however rows are split into micro-batches and ranks, and however unequal their n
 tokens, loss and gradients are the same up to rounding.
 """
 
+import logging
 import math
 import os
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.functional import cross_entropy
+from torch import Tensor, nn
 
 from data_prep.shards import IGNORED_LABEL
+from pretrain.blocks import prepare_blocks
 from pretrain.config import RunConfig
 from pretrain.data import MicroBatch
 from pretrain.distributed import World
+from pretrain.health import Health, Verdict
+from pretrain.loss import SummedLoss
 from pretrain.optimizer import build_optimizer
+from pretrain.partition import Partition
+from pretrain.state import ENGINE_FOLDER, read_shards, snapshot
+from pretrain.statistics import Statistics, recording
+from pretrain.timing import StepClock
 
-ENGINE_FOLDER = "engine"
-"""Name of the folder of DeepSpeed's shards inside a checkpoint."""
+NO_CLIPPING = 1e30
+"""DeepSpeed looks for gradients that are not finite only where it clips."""
 
 
 @dataclass(frozen=True)
@@ -35,60 +42,43 @@ class Update:
 
     loss: nats per valid token of the global batch, before the update.
     grad_norm: global L2 norm of the gradient, before clipping.
-    stop_requested: whether any rank was asked to stop.
+    verdict: whether parameters changed.
+    votes: sum over ranks of what each passed to `update`.
+    group_norms: norm of the gradient by layer group, before clipping; empty unless asked for.
 
     All are the same on every rank.
     """
 
     loss: float
     grad_norm: float
-    stop_requested: bool
-
-    @property
-    def is_finite(self) -> bool:
-        """False: the parameters are spoilt, the run has to go back to its last checkpoint."""
-        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
-
-
-class SummedLoss(nn.Module):
-    """Sum of the losses of a micro-batch's valid tokens.
-
-    The autocast is in here because DeepSpeed switches one off that surrounds its engine.
-    """
-
-    def __init__(self, model: nn.Module, device: torch.device, precision: str) -> None:
-        super().__init__()
-        self.model = model
-        self.device_type = device.type
-        self.bf16 = precision == "bf16"
-
-    def forward(
-        self, tokens: torch.Tensor, labels: torch.Tensor, cu_seqlens: torch.Tensor | None
-    ) -> torch.Tensor:
-        with torch.autocast(self.device_type, dtype=torch.bfloat16, enabled=self.bf16):
-            logits = self.model(tokens, cu_seqlens=cu_seqlens)
-        return cross_entropy(
-            logits.float().flatten(0, 1),
-            labels.flatten(),
-            ignore_index=IGNORED_LABEL,
-            reduction="sum",
-        )
+    verdict: Verdict
+    votes: list[float]
+    group_norms: dict[str, float]
 
 
 def deepspeed_settings(config: RunConfig, world_size: int) -> dict[str, Any]:
     """DeepSpeed's configuration, a pure function of the run's."""
+    parallel = config.parallel
+    bucket = int(parallel.reduce_bucket_mb * 2**20) // 8 * 2  # in fp32 numbers, even
+    zero: dict[str, Any] = {
+        "stage": parallel.zero_stage,
+        # Overlapped reduction has given wrong gradients at stage 2 (DeepSpeed#4298, #5294).
+        "overlap_comm": False,
+        "reduce_bucket_size": bucket,
+        "allgather_bucket_size": bucket,
+    }
+    if parallel.offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu"}
     return {
-        "train_batch_size": config.batch_rows,
+        # Engine.update says itself where an update ends: batch.stages change their lengths.
+        "train_batch_size": config.batch.micro_batch_rows * world_size,
         "train_micro_batch_size_per_gpu": config.batch.micro_batch_rows,
-        "gradient_accumulation_steps": config.micro_batches(world_size),
-        "gradient_clipping": config.optimizer.clip_norm or 0.0,
-        "zero_optimization": {
-            "stage": config.parallel.zero_stage,
-            # Overlapped reduction has given wrong gradients at stage 2 (DeepSpeed#4298, #5294).
-            "overlap_comm": False,
-        },
-        # A torch.optim.AdamW of ours; DeepSpeed would compile its own at the start.
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": config.optimizer.clip_norm or NO_CLIPPING,
+        "zero_optimization": zero,
+        # An optimizer of ours; DeepSpeed would compile its own at the start.
         "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": None,
         "wall_clock_breakdown": False,
     }
@@ -109,55 +99,132 @@ class Engine:
     ) -> None:
         self.world = world
         self.device = device
+        self.clock = StepClock(device)
+        self.updates_taken = 0
         deepspeed = import_deepspeed(device)
         self._gathered = deepspeed.zero.GatheredParameters
         deepspeed.init_distributed(verbose=False)
-        module = SummedLoss(model.to(device), device, config.parallel.precision)
+        prepare_blocks(model, config.parallel)
+        training = config.training
+        module = SummedLoss(
+            model.to(device),
+            device,
+            config.parallel.precision,
+            training.z_loss,
+            training.loss_chunk_tokens,
+        )
+        self._optimizer = build_optimizer(model, config.optimizer)
         self._engine, *_ = deepspeed.initialize(
             model=module,
-            optimizer=build_optimizer(model, config.optimizer),
+            optimizer=self._optimizer,
             config=deepspeed_settings(config, world.size),
         )
+        self._clip_norm = config.optimizer.clip_norm or NO_CLIPPING
         self._zero_stage = config.parallel.zero_stage
+        self._optimizer.partition = Partition(
+            model, self._engine.optimizer, self._zero_stage, world.rank, world.size
+        )
 
     def update(
-        self, micro_batches: Sequence[MicroBatch], learning_rate: float, stop_requested: bool
+        self,
+        micro_batches: Sequence[MicroBatch],
+        learning_rate: float,
+        health: Health,
+        votes: Sequence[float] = (),
+        with_group_norms: bool = False,
     ) -> Update:
-        """Forward and backward over this rank's micro-batches, then one update over all ranks."""
+        """Forward and backward over this rank's micro-batches, then one update over all ranks.
+
+        Args:
+            health: judges the update; it has to be told the result by `record`.
+            votes: numbers to be summed over ranks along the way.
+            with_group_norms: also find the gradient norms of layer groups.
+        """
         self._engine.train()
         for group in self._engine.optimizer.param_groups:
             group["lr"] = learning_rate
         (valid_tokens,) = self.world.sum([sum(batch.valid_tokens for batch in micro_batches)])
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        grad_norm = math.nan
         for i, batch in enumerate(micro_batches):
-            micro_loss = self._loss_sum(batch)
-            # DeepSpeed averages gradients over ranks; multiplying by their number leaves the sum.
-            self._engine.backward(
-                micro_loss * (self.world.size / max(valid_tokens, 1)), scale_wrt_gas=False
-            )
-            loss_sum += micro_loss.detach()
-            if self._zero_stage == 0 and i == len(micro_batches) - 1:
-                grad_norm = self._reduced_grad_norm()
-            self._engine.step()
+            last = i == len(micro_batches) - 1
+            self._engine.set_gradient_accumulation_boundary(last)
+            with self.clock.phase("forward"):
+                objective, nll = self._loss(batch)
+            with self.clock.phase("backward"):
+                # DeepSpeed averages gradients over ranks; times their number leaves the sum.
+                self._engine.backward(
+                    objective * (self.world.size / max(valid_tokens, 1)), scale_wrt_gas=False
+                )
+            loss_sum += nll
+            if not last:
+                self._engine.step()
+        with self.clock.phase("step"):
+            total, *votes = self.world.sum([loss_sum.item(), *votes])
+            loss = total / max(valid_tokens, 1)
+            verdict, grad_norm, squares = self._step(loss, health, with_group_norms)
+        return Update(loss, grad_norm, verdict, votes, self._norms(squares, grad_norm))
+
+    def _step(
+        self, loss: float, health: Health, with_group_norms: bool
+    ) -> tuple[Verdict, float, dict[str, Tensor]]:
+        squares: dict[str, Tensor] = {}
+        self._optimizer.squared_norms = squares if with_group_norms else None
+        # At ZeRO-0 DeepSpeed keeps no norm: taken here, between reduction and clipping.
+        grad_norm = self._reduced_grad_norm() if self._zero_stage == 0 else math.nan
+        verdict = health.judge(loss, self._zero_stage > 0 or math.isfinite(grad_norm))
+        self._optimizer.skip = verdict.is_skipped
+        self._engine.step()
         if self._zero_stage > 0:
+            if self._engine.optimizer.overflow:
+                verdict = Verdict.SKIP_NOT_FINITE
             grad_norm = float(self._engine.get_global_grad_norm())
-        total, stops = self.world.sum([loss_sum.item(), float(stop_requested)])
-        return Update(total / max(valid_tokens, 1), grad_norm, stop_requested=stops > 0)
+        self.updates_taken += not verdict.is_skipped
+        return verdict, grad_norm, squares
+
+    def _norms(self, squares: dict[str, Tensor], grad_norm: float) -> dict[str, float]:
+        if not squares:
+            return {}
+        # All ranks have the same names: those whose parameters lie elsewhere with a 0.
+        values = torch.stack([squares[name] for name in sorted(squares)]).tolist()
+        if not self._optimizer.partition.replicated:
+            values = self.world.sum(values)
+        clipped_by = max(1.0, (grad_norm + 1e-6) / self._clip_norm)
+        return {
+            name: math.sqrt(value) * clipped_by
+            for name, value in zip(sorted(squares), values, strict=True)
+        }
 
     @torch.no_grad()
-    def validation_loss(self, micro_batches: Iterable[MicroBatch]) -> float:
-        """Nats per valid token over all ranks' micro-batches."""
+    def validation_loss(
+        self, micro_batches: Iterable[MicroBatch], go_on: Callable[[], bool]
+    ) -> float | None:
+        """Nats per valid token over all ranks' micro-batches; None where `go_on` broke it off.
+
+        Args:
+            go_on: asked before every micro-batch, with the same answer on every rank.
+        """
         self._engine.eval()
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         valid_tokens = 0
         for batch in micro_batches:
-            loss_sum += self._loss_sum(batch)
+            if not go_on():
+                return None
+            loss_sum += self._loss(batch)[1]
             valid_tokens += batch.valid_tokens
         total, count = self.world.sum([loss_sum.item(), valid_tokens])
         return total / max(count, 1)
 
-    def full_weights(self) -> dict[str, torch.Tensor]:
+    @torch.no_grad()
+    def statistics(self, batch: MicroBatch) -> Statistics:
+        """What the model's memory does with the first row of a micro-batch; all ranks take part."""
+        self._engine.eval()
+        tokens = batch.tokens[:1].contiguous()
+        row = MicroBatch(tokens, torch.full_like(tokens, IGNORED_LABEL), cu_seqlens=None)
+        with recording(self._engine.module.model.blocks) as seen:
+            self._loss(row)
+        return seen
+
+    def full_weights(self) -> dict[str, Tensor]:
         """Every parameter of the model in fp32 on the CPU of rank 0; an empty dict elsewhere.
 
         All ranks take part: at ZeRO-3 each parameter is gathered from all of them, one at a time.
@@ -169,23 +236,25 @@ class Engine:
                     weights[name] = parameter.detach().to("cpu", copy=True)
         return weights
 
-    def save(self, folder: Path) -> None:
-        """Writes this rank's shards into folder/engine; all ranks take part."""
-        self._engine.save_checkpoint(str(folder), tag=ENGINE_FOLDER, save_latest=False)
+    def snapshot(self) -> dict[str, Tensor]:
+        """Copies of what this rank saves of the optimizer's state (pretrain/state.py)."""
+        return snapshot(self._optimizer.partition, self._optimizer.state)
 
-    def load(self, folder: Path) -> None:
-        """Reads what `save` wrote, on as many ranks and at the same ZeRO stage.
+    def load(self, folder: Path, updates_taken: int) -> None:
+        """Reads the optimizer's state from a checkpoint of any number of ranks and ZeRO stage.
 
-        DeepSpeed unpickles its shards: only resume checkpoints from people you trust.
+        The engine was built with the parameters of the same checkpoint.
         """
-        self._engine.load_checkpoint(str(folder), tag=ENGINE_FOLDER)
+        self.updates_taken = updates_taken
+        self._optimizer.create_state(updates_taken)
+        if updates_taken:
+            read_shards(folder / ENGINE_FOLDER, self._optimizer.partition, self._optimizer.state)
 
-    def _loss_sum(self, batch: MicroBatch) -> torch.Tensor:
+    def _loss(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         batch = batch.to(self.device)
         return self._engine(batch.tokens, batch.labels, batch.cu_seqlens)
 
     def _reduced_grad_norm(self) -> float:
-        """At ZeRO-0 DeepSpeed keeps no norm: taken here, between reduction and clipping."""
         grads = [p.grad for p in self._engine.module.parameters() if p.grad is not None]
         return float(nn.utils.get_total_norm(grads))
 
@@ -195,6 +264,10 @@ def import_deepspeed(device: torch.device) -> Any:
     os.environ["DS_ACCELERATOR"] = device.type
     # Names that torch is about to give up and DeepSpeed still uses, at every ZeRO-3 gather.
     warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+. is deprecated", FutureWarning)
+    # Ours is AdamW with a guard around it; what DeepSpeed tests for is the name of the class.
+    logging.getLogger("DeepSpeed").addFilter(
+        lambda record: "untested optimizer" not in record.getMessage()
+    )
     import deepspeed
     import deepspeed.ops
 

@@ -4,30 +4,31 @@ Only rank 0 writes. When a run resumes at step s, everything written beyond s is
 log.jsonl and every curve hold each step once, as if the run had never stopped.
 """
 
+import hashlib
 import json
 import math
 import os
 import resource
 import time
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
-from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
-from tensorboard.compat.proto.event_pb2 import Event
-from tensorboard.summary.writer.record_writer import RecordWriter
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch.utils.tensorboard import SummaryWriter
 
-from models.accounting import flops_per_token
-from models.checkpoint_directory import write_atomically
+from models.accounting import flops_per_token, hardware_flops_per_token
+from models.lambda_maps import draw_maps
+from pretrain.batch_plan import BatchPlan
 from pretrain.config import RunConfig
+from pretrain.curves import EVENTS_SUFFIX, drop_events, drop_log_lines
 from pretrain.engine import Update
+from pretrain.statistics import Statistics
 
 LOG_NAME = "log.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
-EVENTS_SUFFIX = ".pretrain"
-"""Ends the names of our event files; eval writes files of its own beside them."""
 
 # Dense bf16 FLOP/s, from the vendor's data sheets.
 PEAK_BF16_FLOPS = {
@@ -47,6 +48,9 @@ class Metrics:
         device: this rank's device.
         resumed_step: step that the run goes on from; what was written beyond it is dropped.
         console: where log lines go.
+
+    Raises:
+        ValueError: logging.wandb_project is set and wandb is not installed.
     """
 
     def __init__(
@@ -60,45 +64,69 @@ class Metrics:
         self.config = config
         self.device = device
         self.console = console
+        self.plan = BatchPlan(config)
+        self._wandb = _wandb_run(config)
         log_path = config.run_dir / LOG_NAME
         events = config.run_dir / TENSORBOARD_FOLDER
         drop_log_lines(log_path, resumed_step)
         drop_events(events, resumed_step)
+        is_new = not any(events.glob(f"*{EVENTS_SUFFIX}"))
         self._log = open(log_path, "a", encoding="utf-8")  # noqa: SIM115  # lives as long as the run
         self._tensorboard = SummaryWriter(str(events), filename_suffix=EVENTS_SUFFIX)
-        self._flops_per_token = flops_per_token(config.model, config.data.seq_len)
+        if is_new:
+            self._write_settings()
         self._peak_flops = _peak_flops(device) * world_size
         self._step_began = time.perf_counter()
+        self._cpu_time = time.process_time()
         self._first_step = resumed_step + 1
         self._printed_step = resumed_step
         self._seconds_since_line = 0.0
+        self._tokens_since_line = 0
+        self._bar = _progress_bar(config, console)
 
     def step_begins(self) -> None:
         """Starts the clock of a step; validation and checkpoints lie between steps."""
         self._step_began = time.perf_counter()
 
-    def step_ends(self, step: int, update: Update, learning_rate: float) -> None:
-        """Records one update."""
+    def step_ends(
+        self,
+        step: int,
+        update: Update,
+        learning_rate: float,
+        seconds_by_phase: Mapping[str, float],
+        rows: Sequence[int],
+    ) -> None:
+        """Records one update, which read these rows over all ranks."""
         seconds = time.perf_counter() - self._step_began
-        batch_tokens = self.config.batch.batch_tokens
-        tokens_per_second = batch_tokens / seconds
-        numbers = {
+        tokens = self.plan.tokens(step)
+        numbers: dict[str, Any] = {
             "loss": update.loss,
             "lr": learning_rate,
             "grad_norm": update.grad_norm,
-            "tokens_per_second": round(tokens_per_second, 1),
-            "tokens": step * batch_tokens,
+            "tokens_per_second": round(tokens / seconds, 1),
+            "tokens": self.plan.tokens_until(step),
             "memory_bytes": _peak_memory_bytes(self.device),
+            "seconds": seconds,
+            "cpu_seconds": self._cpu_seconds(),
         }
+        numbers |= {f"seconds/{phase}": value for phase, value in seconds_by_phase.items()}
+        numbers |= {f"grad_norm/{name}": norm for name, norm in update.group_norms.items()}
+        if self.config.batch.stages:
+            numbers |= {"batch_tokens": tokens, "seq_len": self.plan.stage(step).seq_len}
         if self._peak_flops:
-            numbers["mfu"] = tokens_per_second * self._flops_per_token / self._peak_flops
-        self._write(step, numbers)
-        total = self.config.training.total_steps
+            numbers |= self._utilisation(step, tokens / seconds)
+        texts: dict[str, Any] = {"rows": rows_hash(rows)}
+        if update.verdict.is_skipped:
+            texts |= {"verdict": update.verdict.value, "row_ids": list(rows)}
+        self._write(step, numbers, texts)
         self._seconds_since_line += seconds
+        self._tokens_since_line += tokens
+        total = self.config.training.total_steps
+        if self._bar is not None:
+            loss = f"{update.loss:.4f}"
+            self._bar.update(self._bar.task_ids[0], completed=step, loss=loss)
         if step % self.config.logging.every_steps == 0 or step in (self._first_step, total):
-            self._print_line(step, numbers, self._seconds_since_line / (step - self._printed_step))
-            self._printed_step = step
-            self._seconds_since_line = 0.0
+            self._print_line(step, numbers)
 
     def validation_ends(self, step: int, loss: float, seconds: float) -> None:
         """Records a validation loss, in nats per token."""
@@ -107,6 +135,18 @@ class Metrics:
             f"step {step}  validation loss {loss:.4f}  perplexity {math.exp(min(loss, 700)):.2f}  "
             f"({seconds:.1f} s)"
         )
+
+    def statistics(self, step: int, seen: Statistics) -> None:
+        """Records what the model's memory does (pretrain/statistics.py)."""
+        if not (numbers := seen.scalars()):
+            return  # softmax attention has neither
+        self._write(step, numbers)
+        if self.config.logging.histograms:
+            for name, values in seen.histograms().items():
+                self._tensorboard.add_histogram(f"histograms/{name}", values, step)
+        if self.config.logging.lambda_maps:
+            for layer in seen.lambdas:
+                self._tensorboard.add_figure(f"lambda_map/{layer.layer}", draw_maps(layer), step)
 
     def sync(self) -> None:
         """Puts everything on disk, so that a checkpoint never lies beyond the log."""
@@ -117,18 +157,57 @@ class Metrics:
     def close(self) -> None:
         self._log.close()
         self._tensorboard.close()
+        if self._bar is not None:
+            self._bar.stop()
+        if self._wandb is not None:
+            self._wandb.finish()
 
-    def _write(self, step: int, numbers: Mapping[str, float]) -> None:
+    def _write_settings(self) -> None:
+        """The settings, as hyperparameters of the run and as text."""
+        settings = self.config.model_dump(mode="json")
+        text = json.dumps(settings, indent=2)
+        self._tensorboard.add_text("settings", f"```\n{text}\n```", 0)
+        chosen = {
+            "mixer": str(settings["model"]["mixer"]),
+            "peak_lr": self.config.optimizer.peak_lr,
+            "batch_tokens": self.config.batch.batch_tokens,
+            "seq_len": self.config.data.seq_len,
+            "seed": self.config.seed,
+        }
+        self._tensorboard.add_hparams(chosen, {}, run_name=".", global_step=0)
+
+    def _cpu_seconds(self) -> float:
+        """CPU time of this process since the update before, whatever it was used for."""
+        before, self._cpu_time = self._cpu_time, time.process_time()
+        return self._cpu_time - before
+
+    def _utilisation(self, step: int, tokens_per_second: float) -> dict[str, float]:
+        model, seq_len = self.config.model, self.plan.stage(step).seq_len
+        again = self.config.parallel.activation_checkpointing == "full"
+        flops = flops_per_token(model, seq_len)
+        hardware = hardware_flops_per_token(model, seq_len, recomputes_blocks=again)
+        rate = tokens_per_second / self._peak_flops
+        return {"mfu": rate * flops, "hfu": rate * hardware}
+
+    def _write(
+        self, step: int, numbers: Mapping[str, float], texts: Mapping[str, Any] | None = None
+    ) -> None:
         now = time.time()
-        self._log.write(json.dumps({"step": step, **numbers, "time": round(now, 3)}) + "\n")
+        # JSON has no number for what is not finite.
+        finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+        line = {"step": step, **finite, **(texts or {}), "time": round(now, 6)}
+        self._log.write(json.dumps(line) + "\n")
         self._log.flush()
-        for name, value in numbers.items():
-            group = "validation" if name == "validation_loss" else "train"
-            self._tensorboard.add_scalar(f"{group}/{name}", value, step, walltime=now)
+        scalars = {_tag(name): value for name, value in finite.items() if value is not None}
+        for tag, value in scalars.items():
+            self._tensorboard.add_scalar(tag, value, step, walltime=now)
+        if self._wandb is not None:
+            self._wandb.log(scalars, step=step)
 
-    def _print_line(self, step: int, numbers: Mapping[str, float], mean_seconds: float) -> None:
+    def _print_line(self, step: int, numbers: Mapping[str, float]) -> None:
         total = self.config.training.total_steps
-        tokens_per_second = self.config.batch.batch_tokens / mean_seconds
+        mean_seconds = self._seconds_since_line / (step - self._printed_step)
+        tokens_per_second = self._tokens_since_line / self._seconds_since_line
         parts = [
             f"step {step}/{total}",
             f"loss {numbers['loss']:.4f}",
@@ -142,36 +221,57 @@ class Metrics:
             parts.append(f"MFU {100 * numbers['mfu']:.1f} %")
         parts.append(f"{_duration((total - step) * mean_seconds)} left")
         self.console.print("  ".join(parts))
+        self._printed_step, self._seconds_since_line, self._tokens_since_line = step, 0.0, 0
 
 
-def drop_log_lines(path: Path, last_step: int) -> None:
-    """Keeps the lines of log.jsonl up to `last_step`; the half line of a killed run goes too."""
-    if not path.is_file():
-        return
-    kept = []
-    for line in path.read_bytes().splitlines(keepends=True):
-        try:
-            step = json.loads(line)["step"]
-        except (ValueError, KeyError, TypeError):
-            continue
-        if step <= last_step and line.endswith(b"\n"):
-            kept.append(line)
-    write_atomically(path, b"".join(kept))
+def rows_hash(rows: Sequence[int]) -> str:
+    """Tells the rows of two updates apart: 16 hexadecimal digits of the SHA-256 of their ids."""
+    return hashlib.sha256(np.asarray(rows, dtype="<i8").tobytes()).hexdigest()[:16]
 
 
-def drop_events(folder: Path, last_step: int) -> None:
-    """Rewrites our TensorBoard files without the events beyond `last_step`."""
-    for path in sorted(folder.glob(f"*{EVENTS_SUFFIX}")):
-        records = list(RawEventFileLoader(str(path)).Load())  # stops at a half-written record
-        kept = [record for record in records if Event.FromString(record).step <= last_step]
-        if len(kept) == len(records):
-            continue
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        with open(temporary, "wb") as file:
-            writer = RecordWriter(file)
-            for record in kept:
-                writer.write(record)
-        os.replace(temporary, path)
+def _tag(name: str) -> str:
+    """The TensorBoard tag of a number: those without a group are train's."""
+    if name == "validation_loss":
+        return f"validation/{name}"
+    return name if "/" in name else f"train/{name}"
+
+
+def _progress_bar(config: RunConfig, console: Console) -> Progress | None:
+    """On a terminal, a bar below the log lines."""
+    if not console.is_terminal or console.quiet:
+        return None
+    columns = (
+        TextColumn("step {task.completed}/{task.total}"),
+        BarColumn(),
+        TextColumn("loss {task.fields[loss]}"),
+        TimeElapsedColumn(),
+    )
+    bar = Progress(*columns, console=console, transient=True)
+    bar.add_task("training", total=config.training.total_steps, loss="")
+    bar.start()
+    return bar
+
+
+def _wandb_run(config: RunConfig) -> Any:
+    """A run of Weights & Biases that goes on when this one does; None where none is asked for."""
+    project = config.logging.wandb_project
+    if project is None:
+        return None
+    try:
+        import wandb
+    except ImportError:
+        raise ValueError(
+            f"logging.wandb_project needs wandb: got {project}; expected an environment with it; "
+            "pip install wandb, or set logging.wandb_project=null"
+        ) from None
+    identity = hashlib.sha256(str(config.run_dir.resolve()).encode()).hexdigest()[:16]
+    return wandb.init(
+        project=project,
+        name=config.run_dir.name,
+        id=identity,
+        resume="allow",
+        config=config.model_dump(mode="json"),
+    )
 
 
 def _peak_flops(device: torch.device) -> float:

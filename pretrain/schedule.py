@@ -2,7 +2,7 @@
 
 import math
 
-from pretrain.config import ScheduleConfig
+from pretrain.sections import ScheduleConfig
 
 
 def learning_rate(step: int, schedule: ScheduleConfig, peak_lr: float, total_steps: int) -> float:

@@ -1,7 +1,13 @@
-"""What all tests share: GPU tests are skipped, with the reason, where there is no GPU."""
+"""What all tests share. Without a GPU, GPU tests are skipped, with the reason, and Triton's kernels
+run in its interpreter: that is decided when Triton is first imported, so it is decided here."""
+
+import os
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_collection_modifyitems(items):

@@ -10,6 +10,7 @@ import pytest
 import typer
 
 from pretrain.config import load_config
+from pretrain.sweep_config import load_sweep
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "pretrain" / "configs").glob("*.yaml"))
@@ -24,18 +25,13 @@ def commands(path: Path) -> list[str]:
     return [line for line in lines if re.match(r"(python -m|torchrun|make|tensorboard) ", line)]
 
 
-SHOWN = [(path, line) for path in [*DOCUMENTS, *CONFIGS] for line in commands(path)]
+SWEEPS = sorted((ROOT / "pretrain" / "configs" / "sweeps").glob("*.yaml"))
+SHOWN = [(path, line) for path in [*DOCUMENTS, *CONFIGS, *SWEEPS] for line in commands(path)]
 
 
 def parse(arguments: list[str]) -> None:
     """Parse what follows `python -m`; nothing runs."""
     module, *rest = arguments
-    if module == "pretrain":
-        rest = [word for word in rest if not word.startswith("--")]
-        config, *overrides = rest
-        if config != "CONFIG":
-            load_config(ROOT / config, overrides)
-        return
     app = importlib.import_module(module if "." in module else f"{module}.__main__").app
     command = typer.main.get_command(app)
     context = command.make_context(module, list(rest))
@@ -44,8 +40,11 @@ def parse(arguments: list[str]) -> None:
             context, [*context._protected_args, *context.args]
         )
         context = command.make_context(command.name, list(rest), parent=context)
-    if module == "launch" and rest[0] != "CONFIG":
-        load_config(ROOT / context.params["config"], context.params["overrides"] or [])
+    config = context.params.get("config")
+    if command.name == "sweep":
+        load_sweep(ROOT / config)
+    elif module in ("launch", "pretrain") and str(config) not in ("None", "CONFIG"):
+        load_config(ROOT / config, context.params["overrides"] or [])
 
 
 @pytest.mark.parametrize(("path", "line"), SHOWN, ids=[line[:60] for _, line in SHOWN])
@@ -88,5 +87,5 @@ def test_links_lead_somewhere():
 
 def test_no_document_names_a_machine_or_a_tool_of_ours():
     forbidden = re.compile(r"/work/|/opt/py" + "pi|shared/|py" + r"pi\.org|/root/")
-    for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *CONFIGS, ROOT / "Makefile"]:
+    for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *CONFIGS, *SWEEPS, ROOT / "Makefile"]:
         assert not forbidden.search(path.read_text()), path

@@ -10,6 +10,8 @@ from kernels.log_linear_gated_delta.chunked import log_linear_gated_delta_chunke
 from kernels.log_linear_gated_delta.reference import log_linear_gated_delta_recurrence
 from kernels.state import FenwickState, live_part, with_live_part
 
+NO_TRITON = "has no Triton kernels yet"
+
 
 def log_linear_gated_delta_rule(
     q: Tensor,
@@ -61,7 +63,10 @@ def log_linear_gated_delta_rule(
     # Autocast would cast the products inside to bf16; the operator promises fp32.
     final_state: FenwickState | None
     with torch.autocast(v.device.type, enabled=False):
-        if choose_backend(backend, v.device, "log_linear_gated_delta_rule") == "reference":
+        if (
+            choose_backend(backend, v.device, "log_linear_gated_delta_rule", NO_TRITON)
+            == "reference"
+        ):
             o, final_state = run_by_document(
                 log_linear_gated_delta_recurrence, inputs, lengths, initial_state
             )

@@ -1,6 +1,6 @@
 """The Python files and config.json of an exported Hugging Face folder.
 
-    configuration_fenwick.py, modeling_fenwick.py, tokenization_fenwick.py
+    configuration_fenwick.py, modeling_fenwick.py, tokenization_fenwick.py, kernels_fenwick.py
 
 are merged from this folder's modules and everything of ours that they need
 (models/huggingface/merge.py). They import torch, transformers and, for the tokenizer, numpy and
@@ -10,6 +10,7 @@ settings when they were written, so that here plain objects hold them (`_plain_c
 
 import ast
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -81,24 +82,47 @@ def code_files() -> dict[str, str]:
     if kernels:
         source = merge(kernels, {}, rewrites)
         header = _HEADER.format(title="Kernels for GPUs.", needs="torch and triton")
-        files[f"{GPU_KERNELS}.py"] = header + source
+        files[f"{GPU_KERNELS}.py"] = header + _optional(source, "triton")
     return files
 
 
+def _optional(source: str, package: str) -> str:
+    """The source with its imports of `package` inside try.
+
+    transformers refuses a folder whose files import what is not installed, but for what they
+    import inside try. The kernels' file is imported only where there is a GPU.
+    """
+    imports = re.compile(rf"^(?:import|from) {package}\b.*\n", re.MULTILINE)
+    guarded = "".join("    " + line for line in imports.findall(source))
+    return f"try:\n{guarded}except ImportError:\n    raise\n" + imports.sub("", source)
+
+
 def gpu_modules(folder: Path) -> list[str]:
-    """Modules of the folder that import Triton and are asked for by others that do not.
+    """Modules of the folder that need Triton when they are imported and are asked for by others
+    that do not, inside a function; command lines aside, which no model needs.
 
     They get a file of their own, imported where they are used, for Triton is not everywhere.
     """
-    imports = {}
+    at_import, anywhere = {}, {}
     for path in sorted(folder.rglob("*.py")):
         name = ".".join([folder.name, *path.relative_to(folder).with_suffix("").parts])
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        imports[name] = {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
-        imports[name] |= {a.name for n in tree.body if isinstance(n, ast.Import) for a in n.names}
-    with_triton = {name for name, others in imports.items() if "triton" in others}
-    asked_for = {m for name, others in imports.items() if name not in with_triton for m in others}
-    return sorted(with_triton & asked_for)
+        at_import[name] = {m for node in tree.body for m in _imported(node)}
+        anywhere[name] = {m for node in ast.walk(tree) for m in _imported(node)}
+    with_triton = {"triton"}
+    while (
+        more := {name for name, others in at_import.items() if others & with_triton} - with_triton
+    ):
+        with_triton |= more
+    askers = [n for n in anywhere if n not in with_triton and not n.endswith(".__main__")]
+    asked_for = {module for name in askers for module in anywhere[name]}
+    return sorted(with_triton & asked_for & at_import.keys())
+
+
+def _imported(node: ast.AST) -> set[str]:
+    if isinstance(node, ast.ImportFrom):
+        return {node.module or ""}
+    return {alias.name for alias in node.names} if isinstance(node, ast.Import) else set()
 
 
 def write_folder(

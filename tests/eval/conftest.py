@@ -103,13 +103,11 @@ def dataset(
 ) -> Path:
     folder = tmp_path_factory.mktemp("data") / "set"
     validation = (str(source_folder / "stat.txt"), str(source_folder / "bisect.txt"))
-    request = PackRequest(
-        sources=(
-            Source(inputs=(str(source_folder / "types.txt"),)),
-            Source(inputs=validation, split="validation"),
-        ),
-        row_tokens=ROW_TOKENS,
+    sources = (
+        Source(inputs=(str(source_folder / "types.txt"),)),
+        Source(inputs=validation, split="validation"),
     )
+    request = PackRequest(sources=sources, row_tokens=ROW_TOKENS)
     prepare(request, tokenizer, folder, workers=1)
     return folder
 

@@ -6,8 +6,10 @@ import subprocess
 import sys
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from eval import __main__ as command
+from eval import niah, selftest
 from models.checkpoint_directory import step_folder, write_manifest
 from models.tensor_files import as_lazy, open_tensors, save_tensors
 
@@ -103,8 +105,9 @@ def test_full_disk_is_one_line_and_exit_code_1(
     assert run(monkeypatch, model_dir, *text, "--output", output) == 1
     progress, line = capsys.readouterr().err.splitlines()
     assert progress.startswith("perplexity on ")
-    assert line == f"error: cannot write {output}: No space left on device"
-    assert list(output.parent.iterdir()) == []
+    (samples,) = (output.parent / "samples").iterdir()
+    assert line == f"error: cannot write {samples}: No space left on device"
+    assert list(output.parent.iterdir()) == [samples.parent]
 
 
 def test_output_below_a_file_is_refused_before_any_scoring(
@@ -156,3 +159,83 @@ def test_foreign_output_is_refused_before_any_scoring(monkeypatch, capsys, tmp_p
     assert run(monkeypatch, model_dir, "--tasks", "niah", "--output", output) == 2
     assert output.read_text() == "mine"
     assert "give another --output" in capsys.readouterr().err
+
+
+def test_finished_samples_are_not_scored_again(monkeypatch, tmp_path, model_dir):
+    output = tmp_path / "results.json"
+    common = ("--tasks", "niah", "--lengths", "600", "--answer-tokens", "4", "--output", output)
+    assert run(monkeypatch, model_dir, *common, "--samples", "3") in (0, None)
+    first = json.loads(output.read_text())
+    (samples,) = (tmp_path / "samples").iterdir()
+    lines = samples.read_text().splitlines()
+    samples.write_text("\n".join(lines[:-1]) + "\n" + lines[-1][:20])  # killed while it wrote
+    asked = []
+    original = niah.complete
+    monkeypatch.setattr(
+        niah, "complete", lambda m, p, **k: (asked.extend(p), original(m, p, **k))[1]
+    )
+    output.unlink()
+    assert run(monkeypatch, model_dir, *common, "--samples", "3") in (0, None)
+    assert len(asked) == 1
+    assert json.loads(output.read_text()) == first
+    assert [p.name for p in (tmp_path / "plots").iterdir()] == ["niah_single_1.png"]
+
+
+def test_every_checkpoint_of_a_run_makes_a_curve(
+    monkeypatch, capsys, tmp_path, model_dir, source_folder
+):
+    for step in (2, 10):
+        folder = step_folder(tmp_path, step)
+        shutil.copytree(model_dir, folder, ignore=shutil.ignore_patterns("eval"))
+        write_manifest(folder, {"step": step})
+    step_folder(tmp_path, 11).mkdir()  # never completed
+    text = ("--tasks", "perplexity", "--text", source_folder / "this.txt")
+    assert run(monkeypatch, tmp_path, *text, "--all-checkpoints") in (0, None)
+    events = EventAccumulator(str(tmp_path / "tensorboard" / "eval")).Reload()
+    curve = [event.step for event in events.Scalars("eval/perplexity/nll_per_token")]
+    assert curve == [2, 10]
+    assert sorted(p.name for p in (tmp_path / "eval").iterdir()) == [
+        "step-00000002",
+        "step-00000010",
+    ]
+    assert run(monkeypatch, model_dir, *text, "--all-checkpoints") == 2
+    assert "no complete checkpoint" in capsys.readouterr().err
+
+
+def test_several_models_are_scored_and_compared_in_one_command(
+    monkeypatch, capsys, tmp_path, model_dir, source_folder
+):
+    models = [tmp_path / name for name in ("first", "second")]
+    for folder in models:
+        shutil.copytree(model_dir, folder, ignore=shutil.ignore_patterns("eval"))
+    text = ("--tasks", "perplexity", "--text", source_folder / "this.txt")
+    assert run(monkeypatch, *models, *text, "--compare", tmp_path / "both") in (0, None)
+    report = (tmp_path / "both" / "report.md").read_text()
+    assert "| metric | unit | first | second |" in report
+    assert run(monkeypatch, "compare", *models, "--output", tmp_path / "again") in (0, None)
+    assert (tmp_path / "again" / "report.md").read_text() == report
+    assert run(monkeypatch, *models, *text, "--output", tmp_path / "r.json") == 2
+    assert "--output is for one model" in capsys.readouterr().err
+
+
+def test_selftest_command_fails_where_a_check_does(monkeypatch, capsys):
+    good, bad = (selftest.Line("niah", "oracle", "accuracy", v, 100.0) for v in (100.0, 50.0))
+    monkeypatch.setattr(selftest, "run", lambda *_: [good])
+    assert run(monkeypatch, "selftest") in (0, None)
+    assert "ok" in capsys.readouterr().out
+    monkeypatch.setattr(selftest, "run", lambda *_: [good, bad])
+    assert run(monkeypatch, "selftest") == 1
+    assert "1 of 2 checks do not hold: niah, oracle model" in capsys.readouterr().err
+
+
+def test_checkpoint_knows_the_rows_it_was_trained_on(monkeypatch, capsys, tmp_path, model_dir):
+    folder = step_folder(tmp_path, 1)
+    shutil.copytree(model_dir, folder, ignore=shutil.ignore_patterns("eval"))
+    write_manifest(folder, {"step": 1, "config": {"data": {"seq_len": 512}}})
+    common = ("--tasks", "niah", "--samples", "1", "--answer-tokens", "4", "--lengths", "600")
+    assert run(monkeypatch, tmp_path, *common) == 2
+    assert "longer than the rows the model was trained on: got 600" in capsys.readouterr().err
+    assert run(monkeypatch, tmp_path, *common, "--beyond-trained") in (0, None)
+    (results,) = tmp_path.glob("eval/*/results.json")
+    for result in json.loads(results.read_text())["results"]:
+        assert result["settings"]["trained_length"] == 512

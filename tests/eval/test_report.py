@@ -3,6 +3,9 @@ import hashlib
 import json
 import os
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -40,9 +43,8 @@ MODEL = {"path": "m", "step": 5, "weights_sha256": "aa", "tokenizer_sha256": Non
 
 def test_later_results_replace_equal_measurements_and_keep_the_rest(tmp_path):
     output = tmp_path / "new" / "results.json"
-    write_results(output, MODEL, [], [result(length=256), result(length=512)])
-    earlier = earlier_results(output, MODEL)
-    write_results(output, MODEL, earlier, [result(value=2.0, length=512), result("gain")])
+    write_results(output, MODEL, [result(length=256), result(length=512)])
+    write_results(output, MODEL, [result(value=2.0, length=512), result("gain")])
     content = json.loads(output.read_text())
     got = [(r["metric"], r["settings"].get("length"), r["value"]) for r in content["results"]]
     assert got == [("accuracy", 256, 1.0), ("accuracy", 512, 2.0), ("gain", None, 1.0)]
@@ -60,7 +62,7 @@ def test_other_files_are_never_overwritten(tmp_path, content):
 
 def test_results_of_other_weights_are_refused(tmp_path):
     output = tmp_path / "results.json"
-    write_results(output, MODEL, [], [result()])
+    write_results(output, MODEL, [result()])
     with pytest.raises(ValueError, match="another model: got weights aa"):
         earlier_results(output, {**MODEL, "weights_sha256": "bb"})
 
@@ -138,11 +140,11 @@ def full_disk(*args):
 
 def test_full_disk_names_the_file_and_leaves_what_was_there(tmp_path, monkeypatch):
     output = tmp_path / "results.json"
-    write_results(output, MODEL, [], [result()])
+    write_results(output, MODEL, [result()])
     before = output.read_bytes()
     monkeypatch.setattr(os, "fsync", full_disk)
     with pytest.raises(OSError, match=f"^cannot write {output}: No space left on device$"):
-        write_results(output, MODEL, [], [result(value=2.0)])
+        write_results(output, MODEL, [result(value=2.0)])
     assert output.read_bytes() == before
     assert list(tmp_path.iterdir()) == [output]
 
@@ -167,3 +169,21 @@ def test_place_that_cannot_be_written_is_refused_and_nothing_made(tmp_path, monk
 def test_output_that_is_no_file_is_refused(tmp_path):
     with pytest.raises(ValueError, match=f"not a file: got {tmp_path}"):
         earlier_results(tmp_path, MODEL)
+
+
+def test_two_programs_that_write_at_once_lose_nothing(tmp_path):
+    output = tmp_path / "results.json"
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path\n"
+        "from eval.report import write_results; from eval.result import Result\n"
+        "for i in range(40):\n"
+        "    r = Result(task=sys.argv[3], version=1, metric=str(i), value=1.0, unit='', count=1,\n"
+        "               standard_error=None)\n"
+        "    write_results(Path(sys.argv[2]), {'weights_sha256': 'aa'}, [r])\n"
+    )
+    root = str(Path(report.__file__).parent.parent)
+    writers = [
+        subprocess.Popen([sys.executable, "-c", code, root, str(output), task]) for task in "ab"
+    ]
+    assert [writer.wait(timeout=240) for writer in writers] == [0, 0]
+    assert len(json.loads(output.read_text())["results"]) == 80

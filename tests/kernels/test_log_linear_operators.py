@@ -304,7 +304,8 @@ def with_bad(inputs, index, tensor):
     return [*inputs[:index], tensor, *inputs[index + 1 :]]
 
 
-def test_wrong_calls_are_refused_in_one_line(operator):
+def test_wrong_calls_are_refused_in_one_line(operator, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     inputs = make_inputs(operator, 2, 65)
     packed = make_inputs(operator, 1, 65)
     state = FenwickState.empty(2, 4, num_levels(65), 8, 6)

@@ -9,7 +9,7 @@ from models.huggingface import merge as merge_module
 from models.huggingface.folder import code_files, gpu_modules
 from models.huggingface.merge import merge
 
-ALLOWED = {"torch", "transformers", "sentencepiece", "numpy"}
+ALLOWED = {"torch", "triton", "transformers", "sentencepiece", "numpy"}
 
 
 @pytest.fixture
@@ -120,6 +120,7 @@ def test_generated_files_import_nothing_of_ours() -> None:
     files = code_files()
     assert sorted(files) == [
         "configuration_fenwick.py",
+        "kernels_fenwick.py",
         "modeling_fenwick.py",
         "tokenization_fenwick.py",
     ]
@@ -134,6 +135,15 @@ def test_generated_files_import_nothing_of_ours() -> None:
             for module in modules:
                 top = module.split(".")[0]
                 assert top in ALLOWED or top in __import__("sys").stdlib_module_names, module
+
+
+def test_transformers_loads_the_folder_where_there_is_no_triton(tmp_path: Path) -> None:
+    from transformers.dynamic_module_utils import get_imports
+
+    for file, content in code_files().items():
+        (tmp_path / file).write_text(content)
+        assert "triton" not in get_imports(str(tmp_path / file))
+    assert "import triton" in (tmp_path / "kernels_fenwick.py").read_text()
 
 
 def test_generated_code_is_our_source_word_for_word() -> None:

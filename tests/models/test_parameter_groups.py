@@ -5,7 +5,7 @@ import torch
 
 from models.config import PRESETS
 from models.language_model import LanguageModel
-from models.parameter_groups import decays, is_fp32
+from models.parameter_groups import decays, is_fp32, is_hidden_matrix, layer_group
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -46,3 +46,29 @@ def test_class_by_name(name: str, decayed: bool, fp32: bool) -> None:
 def test_unknown_parameter_is_refused(classify: object, name: str) -> None:
     with pytest.raises(ValueError, match=f"parameter {name} belongs to no group"):
         classify(name)  # type: ignore[operator]
+
+
+def test_hidden_matrices_are_projections_only() -> None:
+    with torch.device("meta"):
+        model = LanguageModel(PRESETS["125m-log-linear-mamba2"])
+    hidden = {name for name, _ in model.named_parameters() if is_hidden_matrix(name)}
+    assert {name.split(".")[-2] for name in hidden} >= {"gate_proj", "out_proj", "level_proj"}
+    assert all(name.startswith("blocks.") and decays(name) for name in hidden)
+    assert not any("conv" in name for name in hidden)
+
+
+@pytest.mark.parametrize(
+    ("name", "group"),
+    [
+        ("embedding.weight", "embedding"),
+        ("lm_head.weight", "lm_head"),
+        ("norm.weight", "norm"),
+        ("blocks.11.mixer.out_proj.weight", "blocks.11.mixer"),
+        ("blocks.11.mixer_norm.weight", "blocks.11.mixer"),
+        ("blocks.0.mlp_norm.weight", "blocks.0.mlp"),
+        ("blocks.0.mixer.level_weights.W1", "blocks.0.lambda"),
+        ("blocks.0.mixer.level_proj.weight", "blocks.0.lambda"),
+    ],
+)
+def test_layer_group_by_name(name: str, group: str) -> None:
+    assert layer_group(name) == group

@@ -4,8 +4,10 @@ import copy
 import json
 import multiprocessing
 import os
+import re
 import socket
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,15 +17,16 @@ import pytest
 import yaml
 
 from data_prep.shards import Manifest, ShardWriter, SplitFacts
+from pretrain.distributed import World, start_world, stop_world
 
 ROW_TOKENS = 64
 VOCAB_SIZE = 64
 ROWS = {"train": 10, "validation": 5}
 
-# What runs in every process: the command `python -m pretrain`, with an optional SIGKILL of itself
-# at the n-th call of a function.
+# What runs in every process: the command `python -m pretrain`, with an optional disturbance at the
+# n-th call of a function: a signal to itself before or after it, a hang, or a result multiplied.
 RANK = """
-import importlib, os, runpy, signal, sys
+import importlib, os, runpy, sys, time
 os.environ.update(environment)
 sys.argv = ["pretrain", *arguments]
 sys.stdout = sys.stderr = open(output, "w", buffering=1)
@@ -40,11 +43,21 @@ if strike is not None:
         calls += 1
         if calls == count and when == "before":
             os.kill(os.getpid(), signal_number)
+        if calls == count and when == "hang":
+            time.sleep(1000)
         result = original(*args, **kwargs)
         if calls == count and when == "after":
             os.kill(os.getpid(), signal_number)
+        if isinstance(when, dict) and calls in when["calls"]:
+            result = tuple(value * when["factor"] for value in result)
         return result
     setattr(owner, name, struck)
+if slow_disk:
+    fsync = os.fsync
+    def slow(descriptor):
+        time.sleep(slow_disk)
+        fsync(descriptor)
+    os.fsync = slow
 runpy.run_module("pretrain", run_name="__main__")
 """
 
@@ -56,6 +69,17 @@ class Finished:
     exit_codes: list[int]
     output: str
     """Of rank 0."""
+
+
+@pytest.fixture(scope="package")
+def world() -> Iterator[World]:
+    """This process as the only rank; one for all modules, since DeepSpeed remembers its groups."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            patch.delenv(name, raising=False)
+        world = start_world()
+        yield world
+        stop_world(world)
 
 
 @pytest.fixture(scope="session")
@@ -132,7 +156,7 @@ def small_run(dataset: Path) -> dict[str, Any]:
         "parallel": {"zero_stage": 0, "device": "cpu"},
         "training": {"total_steps": 10},
         "validation": {"every_steps": 4, "rows": 5},
-        "checkpoint": {"every_steps": 3},
+        "checkpoint": {"every_steps": 3, "background": False},
     }
 
 
@@ -155,19 +179,25 @@ def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Finishe
     The processes are forked from a server that has imported torch and DeepSpeed already; nothing
     else is shared with them. `strike` = (module, function, n, "before" | "after") sends
     `signal_number` to one rank at the n-th call of that function; the others then get SIGKILL
-    too if the signal was that.
+    too if the signal was that. "hang" in place of these makes the rank sleep there, and
+    {"calls": [...], "factor": x} multiplies the results of some calls. `kill_after` seconds after
+    the first line all ranks get SIGKILL. `slow_disk` seconds are added to every sync.
     """
     os.environ["DS_ACCELERATOR"] = "cpu"
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pretrain.train", "deepspeed"])
+    # What takes seconds to import, and would be imported late in every process.
+    late = ["streaming", "deepspeed.runtime.zero.muon.muon_optimizer", "torch._dynamo"]
+    context.set_forkserver_preload(["pretrain.train", "deepspeed", *late])
     outputs = tmp_path_factory.mktemp("outputs")
 
     def run(
         *arguments: str | Path,
         ranks: int = 1,
-        strike: tuple[str, str, int, str] | None = None,
+        strike: tuple[str, str, int, Any] | None = None,
         struck_rank: int = 0,
         signal_number: int = 9,
+        kill_after: float | None = None,
+        slow_disk: float = 0,
     ) -> Finished:
         port = free_port()
         processes = []
@@ -187,10 +217,20 @@ def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Finishe
                 "output": str(outputs / f"rank-{rank}"),
                 "strike": strike if rank == struck_rank else None,
                 "signal_number": signal_number,
+                "slow_disk": slow_disk,
             }
             processes.append(context.Process(target=exec, args=(RANK, variables)))
+        for path in outputs.iterdir():
+            path.unlink()
         for process in processes:
             process.start()
+        if kill_after is not None:
+            printed = outputs / "rank-0"
+            while processes[0].is_alive() and not (printed.is_file() and printed.read_text()):
+                time.sleep(0.02)
+            time.sleep(kill_after)  # from the first line on
+            for process in processes:
+                process.kill()
         if strike is not None:
             processes[struck_rank].join(120)
             if processes[struck_rank].exitcode == -9:
@@ -207,6 +247,12 @@ def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Finishe
     return run
 
 
+@pytest.fixture
+def port() -> Callable[[], int]:
+    """Gives a port of this machine that nobody listens on."""
+    return free_port
+
+
 def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -218,8 +264,8 @@ def read_log() -> Callable[[Path], list[dict[str, float]]]:
     """The lines of a run's log.jsonl without those numbers that tell about the machine."""
 
     def read(run_dir: Path) -> list[dict[str, float]]:
-        machine = ("time", "tokens_per_second", "memory_bytes")
+        machine = re.compile("time|tokens_per_second|memory_bytes|.*seconds.*")
         lines = [json.loads(line) for line in (run_dir / "log.jsonl").read_text().splitlines()]
-        return [{k: v for k, v in line.items() if k not in machine} for line in lines]
+        return [{k: v for k, v in line.items() if not machine.fullmatch(k)} for line in lines]
 
     return read

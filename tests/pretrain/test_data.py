@@ -12,7 +12,7 @@ from data_prep.training_rows import TrainingRows
 from pretrain.config import RunConfig
 from pretrain.data import (
     MicroBatch,
-    rows_of_update,
+    rows_between,
     training_batches,
     validation_batches,
 )
@@ -43,7 +43,7 @@ def tokens_of(batches: list[MicroBatch]) -> list[list[int]]:
 
 
 def test_every_row_is_read_once_in_an_epoch(rows: TrainingRows) -> None:
-    read = [row for update in range(15) for row in rows_of_update(update, BATCH_ROWS, rows, 7)]
+    read = rows_between(0, 3 * NUM_ROWS, rows, 7)
     epochs = [read[begin : begin + NUM_ROWS] for begin in range(0, 3 * NUM_ROWS, NUM_ROWS)]
     for epoch in epochs:
         assert sorted(epoch) == list(range(NUM_ROWS))
@@ -51,17 +51,17 @@ def test_every_row_is_read_once_in_an_epoch(rows: TrainingRows) -> None:
 
 
 def test_update_may_straddle_epochs(rows: TrainingRows) -> None:
-    read = [row for update in range(7) for row in rows_of_update(update, 6, rows, 7)]
+    read = [row for i in range(7) for row in rows_between(6 * i, 6, rows, 7)]
     assert sorted(read[:NUM_ROWS]) == sorted(read[NUM_ROWS : 2 * NUM_ROWS])
 
 
 def test_batch_larger_than_the_data_set_repeats_it(rows: TrainingRows) -> None:
-    twice = sorted(rows_of_update(0, 2 * NUM_ROWS, rows, 0))
+    twice = sorted(rows_between(0, 2 * NUM_ROWS, rows, 0))
     assert twice == sorted(2 * list(range(NUM_ROWS)))
 
 
 def test_order_depends_on_the_shuffle_seed(rows: TrainingRows) -> None:
-    assert rows_of_update(0, NUM_ROWS, rows, 0) != rows_of_update(0, NUM_ROWS, rows, 1)
+    assert rows_between(0, NUM_ROWS, rows, 0) != rows_between(0, NUM_ROWS, rows, 1)
 
 
 @pytest.mark.parametrize(("ranks", "micro_batch_rows"), [(1, 4), (2, 1), (2, 2), (4, 1)])

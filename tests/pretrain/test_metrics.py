@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from torch.utils.tensorboard import SummaryWriter
 
-from pretrain.metrics import EVENTS_SUFFIX, drop_events, drop_log_lines
+from pretrain.curves import EVENTS_SUFFIX, drop_events, drop_log_lines
 
 
 def scalar_steps(folder: Path) -> Counter[tuple[str, int]]:
@@ -86,8 +86,21 @@ def test_resumed_run_has_every_step_once_in_log_and_tensorboard(
 
     steps = scalar_steps(run_dir / "tensorboard")
     names = ("loss", "lr", "grad_norm", "tokens_per_second", "tokens", "memory_bytes")
-    expected = {(f"train/{name}", step): 1 for name in names for step in range(1, 11)}
-    assert steps == expected | {("validation/validation_loss", s): 1 for s in (4, 8, 10)}
+    tags = [f"train/{name}" for name in names]
+    tags += ["train/seconds", "train/cpu_seconds"]
+    tags += [f"seconds/{phase}" for phase in ("data", "forward", "backward", "step")]
+    expected = {(tag, step): 1 for tag in tags for step in range(1, 11)}
+    expected |= {("validation/validation_loss", s): 1 for s in (4, 8, 10)}
+    parts = ("mixer", "mlp", "lambda")
+    groups = [f"blocks.{block}.{part}" for block in (0, 1) for part in parts]
+    expected |= {(f"grad_norm/{name}", 10): 1 for name in (*groups, "embedding", "norm")}
+    expected |= {("settings/text_summary", 0): 1}
+    hparams = ("experiment", "session_start_info", "session_end_info")
+    assert steps == expected | {(f"_hparams_/{name}", 0): 1 for name in hparams}
+
+    (last,) = (line for line in trained if line["step"] == 10)
+    squares = [last[f"grad_norm/{name}"] ** 2 for name in (*groups, "embedding", "norm")]
+    assert sum(squares) == pytest.approx(last["grad_norm"] ** 2, rel=1e-4)
 
     curves = EventAccumulator(str(run_dir / "tensorboard"))
     curves.Reload()

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from pretrain.config import ScheduleConfig
 from pretrain.schedule import learning_rate
+from pretrain.sections import ScheduleConfig
 
 PEAK = 0.5
 TOTAL = 100

@@ -73,7 +73,7 @@ def test_first_moments_of_a_killed_run_are_no_foreign_files(
     run_dir.mkdir()
     (run_dir / "config.yaml.123.tmp").write_text("run_dir:")
     config = load_config(write_config(settings))
-    assert find_start(config, read_manifest(config.data.dataset), 1).step == 0
+    assert find_start(config, read_manifest(config.data.dataset)).step == 0
 
 
 def test_folder_in_which_another_process_trains_is_refused(
@@ -91,7 +91,8 @@ def test_folder_in_which_another_process_trains_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(15, 143), pytest.param(2, 130, marks=pytest.mark.slow)]
+    ("number", "code"),
+    [(15, 143), *(pytest.param(n, 128 + n, marks=pytest.mark.slow) for n in (2, 10))],
 )
 def test_signal_saves_and_the_same_command_goes_on(
     settings: dict[str, Any],
@@ -114,6 +115,110 @@ def test_signal_saves_and_the_same_command_goes_on(
     assert "at step 6" in resumed.output
     assert run_ranks(config, f"run_dir={unbroken}").exit_codes == [0]
     assert read_log(run_dir) == read_log(unbroken)
+
+
+EVERY_PHASE = [
+    ("pretrain.checkpoint", "newest_complete", 1, "after"),  # start-up: nothing done yet
+    ("pretrain.train", "initialize", 1, "before"),
+    ("pretrain.engine", "Engine.__init__", 1, "after"),
+    ("pretrain.engine", "Engine._loss", 2, "after"),  # in the accumulation of update 1
+    ("pretrain.train", "read_weights", 1, "after"),  # start-up of a run that resumes
+    ("pretrain.data", "collate", 2, "after"),  # in the thread that reads ahead: update 2
+    ("pretrain.saver", "write_manifest", 1, "before"),  # in the save of update 3
+    ("pretrain.engine", "Engine._loss", 6, "before"),  # in the validation after update 4
+    ("pretrain.engine", "Engine._loss", 2, "after"),  # in the validation that this run makes up for
+    ("pretrain.engine", "Engine.statistics", 1, "after"),  # update 5
+    ("pretrain.saver", "write_shard", 1, "after"),  # in the save of update 6
+    ("pretrain.engine", "Engine.update", 2, "after"),
+]
+ON_RANK_0 = ("newest_complete", "write_manifest")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("ranks", "background"), [(1, False), (2, True)])
+def test_sigterm_in_every_phase_loses_nothing(
+    settings: dict[str, Any],
+    write_config: WriteConfig,
+    run_ranks: Any,
+    read_log: ReadLog,
+    ranks: int,
+    background: bool,
+) -> None:
+    settings["checkpoint"]["background"] = background
+    settings["logging"] = {"statistics_every_steps": 5}
+    settings["training"]["total_steps"] = 30
+    settings["batch"]["batch_tokens"] = 128 * ranks  # the same number of calls
+    config = write_config(settings)
+    run_dir = Path(settings["run_dir"])
+    for phase in EVERY_PHASE:
+        rank = 0 if phase[1] in ON_RANK_0 else ranks - 1
+        stopped = run_ranks(config, ranks=ranks, strike=phase, struck_rank=rank, signal_number=15)
+        assert stopped.exit_codes == [143] * ranks, f"{phase}: {stopped.output}"
+        assert "stopped" in stopped.output.splitlines()[-1]
+    finished = run_ranks(config, ranks=ranks)
+    assert finished.exit_codes == [0] * ranks, finished.output
+    unbroken = run_dir.with_name("unbroken")
+    assert run_ranks(config, f"run_dir={unbroken}", ranks=ranks).exit_codes == [0] * ranks
+    assert read_log(run_dir) == read_log(unbroken)
+    weights = "checkpoints/step-00000030/model.safetensors"
+    assert (run_dir / weights).read_bytes() == (unbroken / weights).read_bytes()
+
+
+def test_time_limit_saves_and_the_same_command_goes_on(
+    settings: dict[str, Any], write_config: WriteConfig, run_ranks: Any
+) -> None:
+    config = write_config(settings)
+    stopped = run_ranks(config, "training.time_limit_minutes=1e-6", ranks=2)
+    assert stopped.exit_codes == [142, 142]
+    assert "stopped by training.time_limit_minutes before an update" in stopped.output
+    settings["training"]["time_limit_minutes"] = 0.1
+    changes = ("training.total_steps=100000", "schedule.kind=constant")
+    stopped = run_ranks(write_config(settings), *changes)
+    assert stopped.exit_codes == [142]
+    last = stopped.output.splitlines()[-1]
+    assert last.startswith("stopped as asked by training.time_limit_minutes")
+    assert Path(settings["run_dir"], "checkpoints/latest").is_file()
+
+
+def test_validation_that_a_kill_cut_off_is_made_up_for(
+    settings: dict[str, Any], write_config: WriteConfig, run_ranks: Any, read_log: ReadLog
+) -> None:
+    settings["checkpoint"]["every_steps"] = 4
+    config = write_config(settings)
+    # In the validation after update 4; from there, in the one after the last update.
+    for count in (4 * 4 + 2, 5 + 4 * 6 + 5 + 2):
+        strike = ("pretrain.engine", "Engine._loss", count, "before")
+        assert run_ranks(config, strike=strike).exit_codes == [-9]
+    finished = run_ranks(config)
+    assert finished.exit_codes == [0], finished.output
+    run_dir = Path(settings["run_dir"])
+    unbroken = run_dir.with_name("unbroken")
+    assert run_ranks(config, f"run_dir={unbroken}").exit_codes == [0]
+    assert read_log(run_dir) == read_log(unbroken)
+
+
+def test_wsd_decay_starts_from_a_checkpoint_of_another_run(
+    settings: dict[str, Any], write_config: WriteConfig, run_ranks: Any, read_log: ReadLog
+) -> None:
+    settings["schedule"] = {"kind": "wsd", "warmup_steps": 2, "decay_steps": 2}
+    settings["checkpoint"]["keep_last"] = None
+    config = write_config(settings)
+    run_dir = Path(settings["run_dir"])
+    assert run_ranks(config).exit_codes == [0]
+    branch = run_dir.with_name("branch")
+    step = run_dir / "checkpoints/step-00000003"
+    changes = (f"run_dir={branch}", f"training.branch_from={step}", "training.total_steps=7")
+    decayed = run_ranks(config, *changes, "schedule.decay_steps=4")
+    assert decayed.exit_codes == [0], decayed.output
+    lines = [line for line in read_log(branch) if "lr" in line]
+    assert [line["step"] for line in lines] == [4, 5, 6, 7]
+    assert [line["lr"] for line in lines] == pytest.approx([2.325e-3, 1.65e-3, 9.75e-4, 3e-4])
+    (same,) = (line for line in read_log(run_dir) if line["step"] == 4 and "loss" in line)
+    assert lines[0]["loss"] == same["loss"]
+    refused = run_ranks(config, f"run_dir={branch}-2", f"training.branch_from={run_dir}")
+    assert refused.exit_codes == [2]
+    assert "training.branch_from is no complete checkpoint" in refused.output
 
 
 @pytest.mark.slow
@@ -159,15 +264,21 @@ def test_signals_cannot_be_caught_outside_the_main_thread_and_need_not_be() -> N
 def test_run_that_diverges_ends_in_one_line_and_saves_nothing_of_it(
     settings: dict[str, Any], write_config: WriteConfig, run_ranks: Any
 ) -> None:
-    changes = ("optimizer.peak_lr=1e30", "schedule.warmup_steps=0", "checkpoint.every_steps=1")
+    changes = (
+        "optimizer.peak_lr=1e30",
+        "schedule.warmup_steps=0",
+        "checkpoint.every_steps=1",
+        "health.max_consecutive_skips=3",
+    )
     failed = run_ranks(write_config(settings), *changes, ranks=2)
     assert failed.exit_codes == [1, 1]
     last = failed.output.splitlines()[-1]
     assert last.startswith("error: step ")
     assert "is not finite" in last
     diverged = int(last.split()[2])
+    assert "3 updates in a row were skipped" in last
     saved = Path(settings["run_dir"], "checkpoints/latest").read_text().strip()
-    assert saved == f"step-{diverged - 1:08d}"
+    assert saved == f"step-{diverged - 3:08d}"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

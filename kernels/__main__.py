@@ -1,0 +1,129 @@
+"""python -m kernels bench | tune: how fast the operators are, beside installed peers."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+
+from kernels import bench as benchmark
+from kernels.bench_cases import PEERS, Sizes
+
+app = typer.Typer(
+    help="Times the operators.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+console = Console(highlight=False)
+
+OPS = ("ssd", "gated_delta")
+LENGTHS = "2048,4096,8192,16384,32768,65536,131072"
+Op = Annotated[str, typer.Option(help=f"Operator: {' or '.join(OPS)}.")]
+Heads = Annotated[int, typer.Option("--heads", help="H, value heads.")]
+Groups = Annotated[int, typer.Option("--groups", help="G, key/query groups.")]
+KeySize = Annotated[int, typer.Option("--key-size", help="K.")]
+ValueSize = Annotated[int, typer.Option("--value-size", help="V.")]
+
+
+@app.command("bench")
+def bench_command(
+    op: Op = "ssd",
+    against: Annotated[
+        str, typer.Option(help=f"Peers, commas between them: {', '.join(PEERS)}.")
+    ] = "",
+    lengths: Annotated[str, typer.Option(help="T, commas between them.")] = LENGTHS,
+    heads: Heads = 48,
+    groups: Groups = 1,
+    key_size: KeySize = 128,
+    value_size: ValueSize = 64,
+    batch_tokens: Annotated[int, typer.Option(help="B = batch tokens / T, at least 1.")] = 32768,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
+    output: Annotated[Path, typer.Option(help="Where JSON and PNG go.")] = Path("bench"),
+) -> None:
+    """Forward, forward+backward, memory, first call and matmul rate against T; JSON and PNG."""
+    peers = [peer for peer in against.split(",") if peer]
+    _refuse(op not in OPS, f"unknown operator: got {op}; expected {' or '.join(OPS)}")
+    unknown = [peer for peer in peers if peer not in PEERS]
+    _refuse(bool(unknown), f"unknown peer: got {unknown}; expected some of {', '.join(PEERS)}")
+    numbers = [part for part in lengths.split(",") if part]
+    wrong = [part for part in numbers if not part.isdecimal() or int(part) < 1]
+    _refuse(bool(wrong) or not numbers, f"no length: got {lengths!r}; expected 2048,4096,...")
+    dtypes = ("bfloat16", "float16", "float32")
+    _refuse(dtype not in dtypes, f"unknown dtype: got {dtype}; expected {', '.join(dtypes)}")
+    _refuse(device not in ("cuda", "cpu"), f"unknown device: got {device}; expected cuda or cpu")
+    _refuse(
+        device == "cuda" and not torch.cuda.is_available(),
+        "no CUDA device here; expected one, or --device cpu",
+    )
+    _refuse(heads % groups != 0, f"heads do not divide: got {heads} in {groups} groups")
+    shape = {"G": groups, "H": heads, "K": key_size, "V": value_size, "dtype": dtype}
+    shape |= {"device": device, "batch_tokens": batch_tokens}
+    output.mkdir(parents=True, exist_ok=True)
+    report = output / f"{op}.json"
+    result = benchmark.bench(op, peers, [int(part) for part in numbers], shape, report)
+    benchmark.plot(result, report.with_suffix(".png"))
+    console.print(benchmark.table(result))
+    rate = result["matmul_tflops"]
+    console.print(f"matmul {rate:.0f} TFLOP/s; {report} and {report.with_suffix('.png')}")
+    for peer, problem in result["failures"].items():
+        console.print(f"{peer} did not finish: {problem}")
+    if "fenwick" in result["failures"]:
+        raise typer.Exit(1)
+
+
+@app.command("bench-one", hidden=True)
+def bench_one_command(op: str = "", peer: str = "", lengths: str = "", shape: str = "") -> None:
+    """One operator of `bench`, in a process of its own."""
+    benchmark.bench_one(op, peer, [int(T) for T in lengths.split(",")], json.loads(shape))
+
+
+@app.command("bench-step")
+def bench_step_command(
+    batch: Annotated[int, typer.Option(help="B, rows.")] = 64,
+    position: Annotated[int, typer.Option(help="Tokens that were read before.")] = 16383,
+    heads: Heads = 48,
+    groups: Groups = 1,
+    key_size: KeySize = 128,
+    value_size: ValueSize = 64,
+) -> None:
+    """One decoding step of log-linear SSD beside the time to move its live states once."""
+    _refuse(not torch.cuda.is_available(), "no CUDA device here; the step kernel needs one")
+    _refuse(position < 0, f"no position: got {position}; expected 0 or more")
+    from kernels.bench_step import bench_step
+
+    device = torch.device("cuda")
+    sizes = Sizes(batch, 1, groups, heads, key_size, value_size, torch.bfloat16, device)
+    console.print(bench_step(sizes, position))
+
+
+@app.command("tune")
+def tune_command(
+    length: Annotated[int, typer.Option(help="T.")] = 16384,
+    heads: Heads = 48,
+    groups: Groups = 1,
+    key_size: KeySize = 128,
+    value_size: ValueSize = 64,
+    batch_tokens: Annotated[int, typer.Option(help="B = batch tokens / T.")] = 32768,
+) -> None:
+    """Measures other launch parameters of log-linear SSD on this GPU and prints the best table."""
+    _refuse(not torch.cuda.is_available(), "no CUDA device here; tuning needs one")
+    from kernels.tune import tune_ssd
+
+    device = torch.device("cuda")
+    B = max(1, batch_tokens // length)
+    sizes = Sizes(B, length, groups, heads, key_size, value_size, torch.bfloat16, device)
+    tune_ssd(sizes, console)
+
+
+def _refuse(wrong: bool, message: str) -> None:
+    if wrong:
+        typer.echo(f"error: {message}", err=True)
+        raise typer.Exit(2)
+
+
+if __name__ == "__main__":
+    app()

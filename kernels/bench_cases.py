@@ -1,0 +1,154 @@
+"""The operators that `python -m kernels bench` times side by side, ours and installed peers'."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.levels import num_levels
+from kernels.log_linear_gated_delta import log_linear_gated_delta_rule
+from kernels.log_linear_ssd import log_linear_ssd
+
+Run = Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of one measurement; the letters of kernels/README.md."""
+
+    B: int
+    T: int
+    G: int
+    H: int
+    K: int
+    V: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def flops(self) -> tuple[float, float]:
+        """Products of log_linear_ssd forward and backward, with chunks of C = 128 and q k^T, dq,
+        dk made once for a group (kernels/README.md); a is the mean number of nodes a chunk reads.
+
+            forward   2 C K G/H + 2 C V + 2 K V (1 + a)      a token and head
+            backward  6 C K G/H + 4 C V + 2 K V (3 + 2 a)
+        """
+        C, K, V = 128, self.K, self.V
+        chunks = -(-self.T // C)
+        a = sum(c.bit_count() for c in range(chunks)) / chunks
+        shared = self.G / self.H
+        tokens = self.B * self.T * self.H
+        forward = 2 * C * K * shared + 2 * C * V + 2 * K * V * (1 + a)
+        backward = 6 * C * K * shared + 4 * C * V + 2 * K * V * (3 + 2 * a)
+        return tokens * forward, tokens * backward
+
+
+@dataclass(frozen=True)
+class Case:
+    """One operator on one set of inputs: `run` is differentiable in `inputs`."""
+
+    run: Run
+    inputs: Sequence[Tensor]
+
+
+def ssd_inputs(s: Sizes) -> dict[str, Tensor]:
+    """Random inputs of log_linear_ssd as a trained model has them: weak decay, positive lambda."""
+    random = torch.Generator(s.device).manual_seed(0)
+
+    def randn(*size: int) -> Tensor:
+        return torch.randn(*size, generator=random, device=s.device)
+
+    rate = torch.exp(torch.rand(s.H, generator=random, device=s.device))
+    return {
+        "q": (randn(s.B, s.T, s.G, s.K) * s.K**-0.5).to(s.dtype),
+        "k": randn(s.B, s.T, s.G, s.K).to(s.dtype),
+        "v": randn(s.B, s.T, s.H, s.V).to(s.dtype),
+        "log_decay": -rate * F.softplus(randn(s.B, s.T, s.H) - 4),
+        "level_weights": F.softplus(randn(s.B, s.T, s.H, num_levels(s.T))).to(s.dtype),
+    }
+
+
+def gated_delta_inputs(s: Sizes) -> dict[str, Tensor]:
+    """The same for log_linear_gated_delta_rule: normalised keys, beta, q and k of every head."""
+    inputs = ssd_inputs(s)
+    for name in ("q", "k"):
+        inputs[name] = F.normalize(inputs[name].float(), dim=-1).to(s.dtype)
+    random = torch.Generator(s.device).manual_seed(1)
+    beta = torch.rand(s.B, s.T, s.H, generator=random, device=s.device)
+    return {**inputs, "beta": beta}
+
+
+def fenwick(op: str, s: Sizes) -> Case:
+    """Ours, as a model calls it."""
+    x = ssd_inputs(s) if op == "ssd" else gated_delta_inputs(s)
+    operator: Callable[..., tuple[Tensor, object]] = (
+        log_linear_ssd if op == "ssd" else log_linear_gated_delta_rule
+    )
+    leaves = {name: value.requires_grad_() for name, value in x.items()}
+    return Case(lambda: operator(**leaves)[0], list(leaves.values()))
+
+
+def sdpa(op: str, s: Sizes) -> Case:
+    """Causal softmax attention of H heads of size V, by torch's best backend for it (cuDNN)."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    q, k, v = (
+        torch.randn(s.B, s.H, s.T, s.V, device=s.device, dtype=s.dtype, requires_grad=True)
+        for _ in range(3)
+    )
+    on_gpu = s.device.type == "cuda"
+    backends = [SDPBackend.CUDNN_ATTENTION] if on_gpu else [SDPBackend.MATH]
+
+    def run() -> Tensor:
+        with sdpa_kernel(backends):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    return Case(run, [q, k, v])
+
+
+def mamba_ssm(op: str, s: Sizes) -> Case:
+    """Mamba-2's own SSD, the linear parent of `ssd`: its chunk scan with dt folded away."""
+    from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+
+    x = ssd_inputs(s)
+    v, dt = x["v"].requires_grad_(), -x["log_decay"].requires_grad_()
+    A = torch.full((s.H,), -1.0, device=s.device)
+    q, k = x["q"].requires_grad_(), x["k"].requires_grad_()
+
+    def run() -> Tensor:
+        o: Tensor = mamba_chunk_scan_combined(v, dt, A, k, q, chunk_size=256)
+        return o
+
+    return Case(run, [q, k, v, x["log_decay"]])
+
+
+def fla(op: str, s: Sizes) -> Case:
+    """FLA's log-linear attention for `ssd`, its linear gated delta rule for `gated_delta`."""
+    x = {
+        name: value.requires_grad_()
+        for name, value in (ssd_inputs(s) if op == "ssd" else gated_delta_inputs(s)).items()
+    }
+    if op == "ssd":
+        from fla.ops.log_linear_attn import chunk_log_linear_attn
+
+        return Case(
+            lambda: chunk_log_linear_attn(
+                x["q"], x["k"], x["v"], x["log_decay"], x["level_weights"]
+            )[0],
+            list(x.values()),
+        )
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    names = ("q", "k", "v", "log_decay", "beta")
+    leaves = [x[name] for name in names]
+    return Case(lambda: chunk_gated_delta_rule(*leaves)[0], leaves)
+
+
+PEERS: dict[str, Callable[[str, Sizes], Case]] = {
+    "fenwick": fenwick,
+    "mamba_ssm": mamba_ssm,
+    "fla": fla,
+    "sdpa": sdpa,
+}

@@ -1,0 +1,41 @@
+"""How long one decoding step takes, beside the time that memory alone needs for its states."""
+
+import torch
+import torch.nn.functional as F
+
+from kernels.bench import hardware, time_ms
+from kernels.bench_cases import Sizes
+from kernels.levels import num_levels
+from kernels.log_linear_ssd import log_linear_ssd_step_in_place
+from kernels.state import FenwickState, LazyFenwickState
+
+
+def bench_step(sizes: Sizes, position: int) -> str:
+    """One line: milliseconds of the step at `position`, bytes of its live states, their ratio.
+
+    Memory's rate is that of copying a buffer as large, which reads and writes every byte.
+    """
+    s, L = sizes, num_levels(position + 1)
+    state = FenwickState.empty(s.B, s.H, L, s.K, s.V, device=s.device)
+    lazy = LazyFenwickState.of(state)
+    q, k = (torch.randn(s.B, s.G, s.K, device=s.device, dtype=s.dtype) for _ in range(2))
+    v = torch.randn(s.B, s.H, s.V, device=s.device, dtype=s.dtype)
+    log_decay = -torch.rand(s.B, s.H, device=s.device)
+    level_weights = F.softplus(torch.randn(s.B, s.H, L, device=s.device))
+
+    def step() -> None:
+        lazy.position.fill_(position)
+        log_linear_ssd_step_in_place(q, k, v, log_decay, level_weights, lazy)
+
+    step_ms = time_ms(step, s.device)
+    live = position.bit_count()
+    live_bytes = live * s.B * s.H * s.K * s.V * 4
+    buffer = torch.empty(max(live_bytes, 1 << 28) // 4, device=s.device)
+    copy_ms = time_ms(lambda: buffer.clone(), s.device)
+    rate = 2 * 4 * buffer.numel() / copy_ms / 1e6
+    moved_ms = live_bytes / rate / 1e6
+    return (
+        f"{hardware(s.device)}: step {step_ms:.3f} ms at batch {s.B}, position {position}; "
+        f"{live} live levels = {live_bytes / 1e6:.0f} MB, {moved_ms:.3f} ms at "
+        f"{rate:.0f} GB/s; ratio {step_ms / moved_ms:.2f}"
+    )

@@ -1,0 +1,198 @@
+"""python -m pretrain sweep SWEEP.yaml: a grid of small models, trained and scored.
+
+    SWEEP_DIR/runs/<run>/result.json    pretrain/sweep_run.py
+    SWEEP_DIR/table.md, table.json      pretrain/sweep_table.py; written after every run
+
+Small models are bound by the launching of kernels, so many runs share a GPU: `workers` processes on
+each, one run at a time in a process. Started again, complete runs are not run again and broken off
+ones go on from their last scoring.
+"""
+
+import fcntl
+import json
+import multiprocessing
+import os
+import queue
+import time
+from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from eval.progress import duration
+from models.checkpoint_directory import write_atomically
+from pretrain.errors import Refused, TrainingFailed
+from pretrain.sweep_config import RunSpec, SweepConfig, load_sweep
+from pretrain.sweep_run import finished_result, train_run
+from pretrain.sweep_table import markdown, summaries
+
+POLL_SECONDS = 1.0
+WORKERS_PER_GPU = 8
+
+
+@dataclass
+class Sweep:
+    """A sweep in progress."""
+
+    config: SweepConfig
+    console: Console
+    results: dict[RunSpec, dict[str, Any]] = field(default_factory=dict)
+    began: float = field(default_factory=time.monotonic)
+    new: int = 0
+
+    def folder_of(self, spec: RunSpec) -> Path:
+        return self.config.sweep_dir / "runs" / spec.key
+
+    def todo(self) -> list[RunSpec]:
+        """The runs that are not complete; the others' results are taken."""
+        left = []
+        for spec in self.config.runs():
+            result = finished_result(self.config, spec, self.folder_of(spec))
+            if result is None:
+                left.append(spec)
+            else:
+                self.results[spec] = result
+        return left
+
+    def note(self, spec: RunSpec, result: dict[str, Any]) -> None:
+        """A run has become complete."""
+        self.results[spec] = result
+        self.new += 1
+        self.write_table()
+        left = len(self.config.runs()) - len(self.results)
+        remaining = duration((time.monotonic() - self.began) / self.new * left)
+        accuracy = 100 * (result["last"] or {"accuracy": 0.0})["accuracy"]
+        self.console.print(
+            f"{spec.key}: {accuracy:.1f} % after {result['steps']} steps, "
+            f"{result['seconds']:.0f} s{', diverged' if result['diverged'] else ''}; "
+            f"{len(self.results)} of {len(self.config.runs())} runs, {remaining} left"
+        )
+
+    def write_table(self) -> None:
+        rows = json.dumps(summaries(self.config, self.results), indent=1)
+        write_atomically(self.config.sweep_dir / "table.json", rows.encode())
+        text = markdown(self.config, self.results)
+        write_atomically(self.config.sweep_dir / "table.md", text.encode())
+
+
+def run_sweep(
+    path: Path, *, sweep_dir: Path | None, device: str, gpus: int, workers: int | None
+) -> None:
+    """Trains what is left of a sweep and writes its table.
+
+    Args:
+        device: auto, cpu or cuda. gpus: how many to use. workers: processes on each GPU, or on the
+            CPU; None: 8 or 1.
+
+    Raises:
+        Refused: something the user has to change, found before any training.
+        TrainingFailed: a worker ended before its runs did.
+    """
+    console = Console(highlight=False, soft_wrap=True, markup=False)
+    try:
+        config = load_sweep(path, sweep_dir)
+    except (FileNotFoundError, ValueError) as error:
+        raise Refused(str(error)) from None
+    devices = _devices(device, gpus, workers)
+    lock = _claim(config.sweep_dir)
+    sweep = Sweep(config, console)
+    todo = sweep.todo()
+    console.print(
+        f"{config.sweep_dir}: {len(config.runs())} runs, {len(sweep.results)} complete; "
+        f"{len(devices)} processes on {devices[0].type}"
+    )
+    try:
+        if len(devices) == 1:
+            for spec in todo:
+                folder = sweep.folder_of(spec)
+                sweep.note(spec, train_run(config, spec, folder, devices[0]))
+        elif todo:
+            _run_processes(sweep, todo, devices)
+    finally:
+        os.close(lock)
+    sweep.write_table()
+    console.print(markdown(config, sweep.results))
+    console.print(f"table: {config.sweep_dir / 'table.md'}")
+
+
+def _devices(name: str, gpus: int, workers: int | None) -> list[torch.device]:
+    """One device for each process."""
+    have = torch.cuda.device_count()
+    if name not in ("auto", "cpu", "cuda"):
+        raise Refused(f"unknown device: got {name}; expected auto, cpu or cuda")
+    if name == "cpu" or (name == "auto" and not have):
+        return [torch.device("cpu")] * (workers or 1)
+    if gpus > have:
+        raise Refused(
+            f"not enough GPUs: got --gpus {gpus}; expected at most {have}; ask for less, or use "
+            "--device cpu"
+        )
+    return [torch.device("cuda", i) for i in range(gpus)] * (workers or WORKERS_PER_GPU)
+
+
+def _claim(sweep_dir: Path) -> int:
+    """The folder for this process until it ends; a file descriptor."""
+    try:
+        sweep_dir.mkdir(parents=True, exist_ok=True)
+        lock = os.open(sweep_dir / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise Refused(
+            f"sweep_dir cannot be written: got {sweep_dir}: {error.strerror}; expected a folder "
+            "that you may write to; choose another one"
+        ) from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise Refused(
+            f"sweep_dir is in use: got {sweep_dir}, which another sweep writes; wait for it or "
+            "choose another one"
+        ) from None
+    return lock
+
+
+def _run_processes(sweep: Sweep, todo: list[RunSpec], devices: list[torch.device]) -> None:
+    """Trains the runs in a process for each device named."""
+    spawn = multiprocessing.get_context("spawn")  # CUDA and torch's threads do not survive a fork
+    specs, done = spawn.Queue(), spawn.Queue()
+    for spec in todo:
+        specs.put(spec)
+    for _ in devices:
+        specs.put(None)
+    processes: list[BaseProcess] = [
+        spawn.Process(
+            target=_work, args=(sweep.config, specs, done, device, len(devices)), daemon=True
+        )
+        for device in devices[: len(todo)]
+    ]
+    for process in processes:
+        process.start()
+    try:
+        left = len(todo)
+        while left:
+            ended = not any(process.is_alive() for process in processes)
+            try:
+                sweep.note(*done.get(timeout=POLL_SECONDS))
+                left -= 1
+            except queue.Empty:
+                if ended:
+                    raise TrainingFailed(
+                        f"{left} runs were not finished: every worker has ended; its error stands "
+                        "above; start the same command again to go on"
+                    ) from None
+    finally:
+        for process in processes:
+            process.terminate()
+            process.join()
+
+
+def _work(config: SweepConfig, specs: Any, done: Any, device: torch.device, processes: int) -> None:
+    """One process: takes runs until there are none."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // processes))
+    while (spec := specs.get()) is not None:
+        done.put((spec, train_run(config, spec, config.sweep_dir / "runs" / spec.key, device)))

@@ -1,0 +1,333 @@
+"""SweepConfig: a grid of small models on a synthetic task, from one YAML file.
+
+    mixer x level_weights x d_model x (seq_len x pairs) x peak_lr x seed
+
+level_weights applies to log-linear mixers only; the others appear once. With `mix`, every model is
+trained on the listed segments and scored on the listed cells; without, each (seq_len, pairs) of the
+grid is a run of its own. max_seq_len is the longest row of the sweep for all, so that the number of
+levels never differs between arms.
+"""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from data_prep.mqar import MqarTask
+from data_prep.selective_copy import SelectiveCopyTask
+from data_prep.synth import SyntheticTask
+from models.config import LevelWeightsConfig, MixerName, ModelConfig
+
+LOG_LINEAR = "log_linear_"
+LevelWeightsKind = Literal["fixed", "linear", "adaptive"]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class TaskConfig(_Section):
+    """Which rows; data_prep/mqar.py and selective_copy.py define them."""
+
+    name: Literal["mqar", "selective-copy"]
+    variant: Literal["zoology", "s4", "adaptive-decay"]
+    vocab_size: int = Field(ge=3)
+    random_non_queries: bool = True
+    """MQAR, zoology only."""
+    data_seed: int = Field(default=123, ge=0)
+    """Every run sees the same rows: seeds of the grid are those of the models."""
+
+    def rows_of(self, seq_len: int, pairs: int) -> SyntheticTask:
+        """The task of rows of one length and number of pairs (or of copied tokens).
+
+        Raises:
+            ValueError: there are no such rows.
+        """
+        if self.name == "mqar":
+            return MqarTask(
+                seq_len=seq_len,
+                pairs=pairs,
+                vocab_size=self.vocab_size,
+                random_non_queries=self.random_non_queries,
+                variant=self.variant,  # type: ignore[arg-type]
+            )
+        return SelectiveCopyTask(
+            seq_len=seq_len,
+            copied=pairs,
+            vocab_size=self.vocab_size,
+            variant=self.variant,  # type: ignore[arg-type]
+        )
+
+    @property
+    def chance(self) -> float:
+        """Accuracy, 0 to 1, of a model that knows only which ids can be an answer."""
+        if self.name == "mqar":
+            return 2 / self.vocab_size
+        return 1 / len(self.rows_of(4096, 1).data_ids)  # type: ignore[union-attr]
+
+
+class Segment(_Section):
+    """Rows to train on."""
+
+    seq_len: int = Field(ge=2)
+    pairs: int = Field(ge=1)
+    rows: int = Field(ge=1)
+
+
+class Cell(_Section):
+    """Rows to score."""
+
+    seq_len: int = Field(ge=2)
+    pairs: int = Field(ge=1)
+    rows: int = Field(default=1000, ge=1)
+    extrapolation: bool = False
+    """Reported, but no part of the mean: longer or fuller than what was trained on."""
+
+
+class Mix(_Section):
+    """What every model of the sweep is trained and scored on."""
+
+    train: tuple[Segment, ...] = Field(min_length=1)
+    test: tuple[Cell, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _something_is_averaged(self) -> "Mix":
+        if all(cell.extrapolation for cell in self.test):
+            raise ValueError("mix.test has extrapolation cells only; expected one that is averaged")
+        return self
+
+
+class GridConfig(_Section):
+    """The axes; every combination is a run."""
+
+    mixer: tuple[MixerName, ...] = Field(min_length=1)
+    level_weights: tuple[LevelWeightsKind, ...] = ("adaptive",)
+    d_model: tuple[int, ...] = Field(min_length=1)
+    seq_len: tuple[int, ...] = ()
+    pairs: tuple[int, ...] = ()
+    peak_lr: tuple[float, ...] = Field(min_length=1)
+    seed: tuple[int, ...] = Field(min_length=1)
+
+
+class SweepTraining(_Section):
+    """How each run is trained."""
+
+    batch_rows: int = Field(ge=1)
+    epochs: int | None = Field(default=None, ge=1)
+    total_steps: int | None = Field(default=None, ge=1)
+    """One of epochs and total_steps."""
+    train_rows: int = Field(default=10_000, ge=1)
+    """Without `mix`: fixed rows that are read again every epoch."""
+    test_rows: int = Field(default=1000, ge=1)
+    """Without `mix`."""
+    order: Literal["shuffled", "listed"] = "shuffled"
+    """listed: segments one after the other, rows in their order, as Zoology's loader does."""
+    schedule: Literal["constant", "cosine", "cosine-by-epoch"] = "constant"
+    """To 0 at the end of the run; by epoch: one learning rate for each epoch."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = Field(default=0.1, ge=0)
+    clip_norm: float | None = Field(default=None, gt=0)
+    score_every_steps: int = Field(ge=1)
+    stop_accuracy: float | None = Field(default=0.99, gt=0, le=1)
+    """A run ends when its mean accuracy reaches this; null: never early."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Of matrix products."""
+
+    @model_validator(mode="after")
+    def _one_length(self) -> "SweepTraining":
+        if (self.epochs is None) == (self.total_steps is None):
+            raise ValueError(
+                f"training needs one of epochs and total_steps: got {self.epochs} and "
+                f"{self.total_steps}; expected one of them"
+            )
+        return self
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """One run of the grid."""
+
+    mixer: MixerName
+    level_weights: LevelWeightsKind | None
+    """None where the mixer has no levels."""
+    d_model: int
+    seq_len: int | None
+    pairs: int | None
+    """None where all runs have the same mix."""
+    peak_lr: float
+    seed: int
+
+    @property
+    def key(self) -> str:
+        """Name of the run's folder."""
+        parts = [self.mixer, self.level_weights, f"d{self.d_model}"]
+        if self.pairs is not None:
+            parts += [f"T{self.seq_len}", f"N{self.pairs}"]
+        return "-".join([*filter(None, parts), f"lr{self.peak_lr:g}", f"s{self.seed}"])
+
+    @property
+    def arm(self) -> tuple[Any, ...]:
+        """What runs have in common that differ in learning rate and seed only."""
+        return tuple(
+            value for name, value in asdict(self).items() if name not in ("peak_lr", "seed")
+        )
+
+
+class SweepConfig(_Section):
+    """Everything that decides a sweep's numbers, and where they go."""
+
+    sweep_dir: Path
+    task: TaskConfig
+    grid: GridConfig
+    mix: Mix | None = None
+    model: dict[str, Any]
+    """Of ModelConfig, without vocab_size, d_model, mixer and max_seq_len; level_weights without
+    kind."""
+    training: SweepTraining
+    solve_accuracy: float = Field(default=0.99, gt=0, le=1)
+    """A seed solves the task when its best mean accuracy reaches this."""
+    published: Literal["log-linear-attention", "adaptive-decay"] | None = None
+    """Whose numbers stand beside ours in the table (pretrain/sweep_table.py)."""
+
+    @model_validator(mode="after")
+    def _everything_can_be_made(self) -> "SweepConfig":
+        axes = bool(self.grid.seq_len) + bool(self.grid.pairs)
+        if axes != (0 if self.mix else 2):
+            raise ValueError(
+                "rows are given by grid.seq_len and grid.pairs, or by mix: got "
+                f"seq_len={list(self.grid.seq_len)}, pairs={list(self.grid.pairs)}, "
+                f"mix={'given' if self.mix else None}; expected one of the two"
+            )
+        for spec in self.runs():
+            self.model_of(spec)
+            for sizes in self._sizes(spec):
+                self.task.rows_of(*sizes)
+        return self
+
+    def runs(self) -> list[RunSpec]:
+        """Every run, seeds last, so that a stopped sweep has whole arms."""
+        return list(self._runs())
+
+    def _runs(self) -> Iterator[RunSpec]:
+        grid = self.grid
+        for mixer in grid.mixer:
+            for kind in grid.level_weights if mixer.startswith(LOG_LINEAR) else (None,):
+                for d_model in grid.d_model:
+                    for seq_len in grid.seq_len or (None,):
+                        for pairs in grid.pairs or (None,):
+                            for peak_lr in grid.peak_lr:
+                                for seed in grid.seed:
+                                    yield RunSpec(
+                                        mixer, kind, d_model, seq_len, pairs, peak_lr, seed
+                                    )
+
+    def segments(self, spec: RunSpec) -> tuple[Segment, ...]:
+        """What a run is trained on."""
+        if self.mix is not None:
+            return self.mix.train
+        assert spec.seq_len is not None
+        assert spec.pairs is not None
+        return (Segment(seq_len=spec.seq_len, pairs=spec.pairs, rows=self.training.train_rows),)
+
+    def cells(self, spec: RunSpec) -> tuple[Cell, ...]:
+        """What a run is scored on."""
+        if self.mix is not None:
+            return self.mix.test
+        assert spec.seq_len is not None
+        assert spec.pairs is not None
+        return (Cell(seq_len=spec.seq_len, pairs=spec.pairs, rows=self.training.test_rows),)
+
+    def _sizes(self, spec: RunSpec) -> list[tuple[int, int]]:
+        """(seq_len, pairs) of everything that a run reads."""
+        trained = [(segment.seq_len, segment.pairs) for segment in self.segments(spec)]
+        return trained + [(cell.seq_len, cell.pairs) for cell in self.cells(spec)]
+
+    @property
+    def pairs_name(self) -> str:
+        """What a row has so many of."""
+        return "pairs" if self.task.name == "mqar" else "copied"
+
+    @property
+    def longest_row(self) -> int:
+        """Tokens of the longest row of the sweep."""
+        return max(seq_len for spec in self.runs() for seq_len, _ in self._sizes(spec))
+
+    def model_of(self, spec: RunSpec) -> ModelConfig:
+        """The model of a run.
+
+        Raises:
+            ValueError: its settings do not fit each other.
+        """
+        settings = dict(self.model)
+        level_weights = dict(settings.pop("level_weights", {}))
+        if spec.level_weights is not None:
+            level_weights["kind"] = spec.level_weights
+        return ModelConfig.model_validate(
+            {
+                **settings,
+                "level_weights": LevelWeightsConfig(**level_weights).model_dump(),
+                "vocab_size": self.task.vocab_size,
+                "d_model": spec.d_model,
+                "mixer": spec.mixer,
+                "max_seq_len": self.longest_row,
+            }
+        )
+
+    def identity(self, spec: RunSpec) -> dict[str, Any]:
+        """What decides the result of a run: one with another identity is not this run's."""
+        return {
+            "run": asdict(spec),
+            "task": self.task.model_dump(mode="json"),
+            "train": [part.model_dump(mode="json") for part in self.segments(spec)],
+            "test": [part.model_dump(mode="json") for part in self.cells(spec)],
+            "model": self.model_of(spec).model_dump(mode="json"),
+            "training": self.training.model_dump(mode="json"),
+        }
+
+
+def load_sweep(path: Path, sweep_dir: Path | None = None) -> SweepConfig:
+    """Reads a sweep's YAML file.
+
+    Args:
+        sweep_dir: replaces the file's.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is not YAML, or a setting is wrong; one line for each fault.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"no sweep: got {path}; expected a YAML file")
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(tree, dict):
+        raise ValueError(
+            f"{path} holds no settings: expected sweep_dir, task, grid, ... as a mapping"
+        )
+    if sweep_dir is not None:
+        tree = {**tree, "sweep_dir": str(sweep_dir)}
+    try:
+        return SweepConfig.model_validate(tree)
+    except ValidationError as error:
+        lines = []
+        places = [fault["loc"] for fault in error.errors()]
+        for fault in error.errors():
+            depth = len(fault["loc"])
+            if any(place[:depth] == fault["loc"] and len(place) > depth for place in places):
+                continue  # it follows from a fault inside
+            name = ".".join(map(str, fault["loc"]))
+            message = fault["msg"].removeprefix("Value error, ")
+            if fault["type"] == "extra_forbidden":
+                lines.append(f"unknown setting: got {name}; expected one of the sweep's")
+            elif fault["type"] == "missing":
+                lines.append(f"setting is missing: expected {name}")
+            elif fault["type"] == "value_error":
+                lines.append(message if not name else f"{name}: {message}")
+            else:
+                rule = message.replace("Input should be", "expected")
+                lines.append(f"{name} is wrong: got {fault['input']!r}; {rule}")
+        raise ValueError("\n".join(dict.fromkeys(lines))) from None

@@ -1,0 +1,80 @@
+"""Tasks and checkpoints as Ray tasks, on CPU workers."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import eval.spread as spread
+from eval.evaluation import Target, Unit
+from eval.result import Options
+from models.checkpoint_directory import step_folder, write_manifest
+
+ROOT = Path(spread.__file__).parent.parent
+
+
+def evaluate(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "eval", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=280,
+    )
+
+
+@pytest.mark.slow
+def test_units_on_two_workers_give_what_one_process_gives(model_dir, source_folder, tmp_path):
+    run = tmp_path / "run"
+    for step in (1, 2):
+        folder = step_folder(run, step)
+        shutil.copytree(model_dir, folder, ignore=shutil.ignore_patterns("eval"))
+        write_manifest(folder, {"step": step})
+    options = ("--tasks", "perplexity,niah", "--text", source_folder / "this.txt")
+    options += ("--lengths", "600", "--samples", "2", "--answer-tokens", "4", "--device", "cpu")
+    done = evaluate(run, *options, "--all-checkpoints", "--workers", "2")
+    assert done.returncode == 0, done.stderr
+    assert "4 of 4 units" in done.stderr
+    spread_results = [
+        json.loads((run / "eval" / f"step-0000000{step}" / "results.json").read_text())["results"]
+        for step in (1, 2)
+    ]
+    assert evaluate(model_dir, *options, "--output", tmp_path / "here.json").returncode == 0
+    here = json.loads((tmp_path / "here.json").read_text())["results"]
+
+    def values(results):
+        return {(r["task"], r["metric"]): r["value"] for r in results}
+
+    assert values(spread_results[0]) == pytest.approx(values(here), rel=1e-6)
+    assert values(spread_results[1]) == values(spread_results[0])
+
+
+def test_what_fails_in_a_worker_is_one_line(tmp_path):
+    target = Target(
+        model_dir=tmp_path / "gone",
+        described={"weights_sha256": "aa", "tokenizer_sha256": None},
+        output=tmp_path / "results.json",
+        run=None,
+    )
+    unit = Unit(target=target, task="niah", options=Options(), device="cpu", beyond_trained=False)
+    before = os.getcwd()
+    results, problem = spread._run_there(unit, str(tmp_path))
+    os.chdir(before)
+    assert results == []
+    assert problem is not None
+    assert "gone is not a folder" in problem
+
+
+def test_combinations_that_mean_nothing_are_refused(model_dir):
+    for arguments, message in (
+        (("--gpus", "1", "--workers", "1"), "exclude each other: got 1 and 1"),
+        (("--address", "auto"), "--address needs a number: got auto alone"),
+    ):
+        done = evaluate(model_dir, "--tasks", "niah", *arguments)
+        assert done.returncode == 2
+        assert message in done.stderr
+        assert len(done.stderr.splitlines()) == 1

@@ -1,0 +1,273 @@
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from models.weights import load_model
+from pretrain.sweep_config import load_sweep
+from pretrain.sweep_run import RESULT_NAME, STATE_NAME, SweepRun, drawn, logits_at, train_run
+from pretrain.sweep_table import markdown, published, summaries
+
+ROOT = Path(__file__).parent.parent.parent
+SHIPPED = sorted((ROOT / "pretrain" / "configs" / "sweeps").glob("*.yaml"))
+CPU = torch.device("cpu")
+
+
+def tree(folder, **changes):
+    settings = {
+        "sweep_dir": str(folder),
+        "task": {"name": "mqar", "variant": "zoology", "vocab_size": 64},
+        "grid": {
+            "mixer": ["attention"],
+            "d_model": [16],
+            "seq_len": [16],
+            "pairs": [1, 2],
+            "peak_lr": [0.01],
+            "seed": [0, 1],
+        },
+        "model": {
+            "num_layers": 1,
+            "mlp": {"hidden_size": 0},
+            "tie_embeddings": True,
+            "mamba2": {"head_size": 16, "state_size": 16},
+            "attention": {"num_heads": 1},
+        },
+        "training": {
+            "batch_rows": 8,
+            "total_steps": 8,
+            "train_rows": 20,
+            "test_rows": 16,
+            "score_every_steps": 2,
+            "schedule": "cosine",
+        },
+    }
+    for key, value in changes.items():
+        old = settings.get(key, {})
+        settings[key] = {**old, **value} if isinstance(value, dict) else value
+    return settings
+
+
+def sweep(tmp_path, **changes):
+    path = tmp_path / "sweep.yaml"
+    path.write_text(yaml.safe_dump(tree(tmp_path / "sweep", **changes)))
+    return load_sweep(path)
+
+
+def command(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "pretrain", "sweep", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=280,
+    )
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_sweeps_can_be_made(path):
+    config = load_sweep(path)
+    assert len({spec.key for spec in config.runs()}) == len(config.runs())
+    assert len(config.grid.seed) >= 3
+
+
+def test_levels_apply_to_log_linear_mixers_only(tmp_path):
+    grid = {"mixer": ["mamba2", "log_linear_mamba2"], "level_weights": ["fixed", "adaptive"]}
+    config = sweep(tmp_path, grid={**grid, "pairs": [2], "seed": [0]})
+    arms = [(spec.mixer, spec.level_weights) for spec in config.runs()]
+    assert arms == [
+        ("mamba2", None),
+        ("log_linear_mamba2", "fixed"),
+        ("log_linear_mamba2", "adaptive"),
+    ]
+    kinds = [config.model_of(spec).level_weights.kind for spec in config.runs()[1:]]
+    assert kinds == ["fixed", "adaptive"]
+
+
+def test_number_of_levels_is_that_of_the_longest_row_for_every_arm(tmp_path):
+    config = sweep(tmp_path, grid={"seq_len": [16, 32], "pairs": [2]})
+    assert {config.model_of(spec).max_seq_len for spec in config.runs()} == {32}
+
+
+def test_a_run_broken_off_goes_on_to_the_same_bits(tmp_path):
+    config = sweep(tmp_path)
+    spec = config.runs()[0]
+    whole = train_run(config, spec, tmp_path / "whole", CPU)
+    broken = SweepRun(config, spec, tmp_path / "broken", CPU)
+    for _ in range(5):
+        broken.advance()
+    assert (tmp_path / "broken" / STATE_NAME).is_file()
+    again = SweepRun(config, spec, tmp_path / "broken", CPU)
+    assert again.history.step == 4
+    del broken
+    resumed = train_run(config, spec, tmp_path / "broken", CPU)
+    assert {**resumed, "seconds": 0} == {**whole, "seconds": 0}
+    one, two = (load_model(tmp_path / name / "model") for name in ("whole", "broken"))
+    for a, b in zip(one.parameters(), two.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert not (tmp_path / "broken" / STATE_NAME).exists()
+
+
+def test_logits_at_labels_are_those_of_the_whole_model(tmp_path):
+    config = sweep(tmp_path)
+    run = SweepRun(config, config.runs()[1], tmp_path / "r", CPU)
+    rows = drawn(config.task.rows_of(16, 2), 4, "test", 0, "cpu")
+    some = logits_at(run.model, rows.tokens, rows.where)
+    every = run.model(rows.tokens)
+    expected = every.gather(1, rows.where[:, :, None].expand(-1, -1, every.shape[2]))
+    torch.testing.assert_close(some, expected)
+    assert rows.labels.shape == rows.where.shape == (4, 2)
+
+
+def test_every_row_is_seen_once_an_epoch_in_the_order_asked_for(tmp_path):
+    train = [{"seq_len": 16, "pairs": 2, "rows": 20}, {"seq_len": 32, "pairs": 4, "rows": 12}]
+    mix = {"train": train, "test": [{"seq_len": 16, "pairs": 2, "rows": 8}]}
+    grid = {"seq_len": [], "pairs": [], "seed": [0]}
+    for order in ("listed", "shuffled"):
+        config = sweep(tmp_path, mix=mix, grid=grid, training={"order": order})
+        run = SweepRun(config, config.runs()[0], tmp_path / order, CPU)
+        assert run.epoch_steps == 3 + 2
+        for epoch in (0, 1):
+            batches = [run._batch(epoch * 5 + i) for i in range(5)]
+            seen = [(b.segment, row) for b in batches for row in b.rows.tolist()]
+            everything = [(0, i) for i in range(20)] + [(1, i) for i in range(12)]
+            assert sorted(seen) == everything
+            assert (seen == everything) == (order == "listed")
+
+
+def test_learning_rates_follow_the_schedule(tmp_path):
+    epochs = {"total_steps": None, "epochs": 4}
+    for kind, expected in (
+        ("constant", [1, 1, 1]),
+        ("cosine", [1, 0.5, 0.1464]),
+        ("cosine-by-epoch", [1, 0.5, 0.1464]),
+    ):
+        config = sweep(tmp_path, training={**epochs, "schedule": kind})
+        run = SweepRun(config, config.runs()[0], tmp_path / kind, CPU)
+        assert run.total_steps == 12
+        rates = [run._learning_rate(step) / 0.01 for step in (0, 6, 9)]
+        assert rates == pytest.approx(expected, abs=1e-3)
+        if kind == "cosine-by-epoch":
+            assert run._learning_rate(8) == run._learning_rate(6)
+
+
+def test_a_diverging_run_ends_and_is_counted(tmp_path):
+    config = sweep(tmp_path, grid={"peak_lr": [1e30], "pairs": [2], "seed": [0]})
+    (spec,) = config.runs()
+    result = train_run(config, spec, tmp_path / "r", CPU)
+    assert result["diverged"]
+    assert result["steps"] <= 8
+    (row,) = summaries(config, {spec: result})
+    assert row["diverged"] == 1
+    assert row["solved_share"] == 0
+    assert "1 diverged" in markdown(config, {spec: result})
+
+
+def test_command_trains_writes_the_table_and_goes_on(tmp_path):
+    path = tmp_path / "sweep.yaml"
+    path.write_text(yaml.safe_dump(tree(tmp_path / "sweep")))
+    done = command(path, "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "sweep"
+    config = load_sweep(path)
+    results = {
+        spec: json.loads((folder / "runs" / spec.key / RESULT_NAME).read_text())
+        for spec in config.runs()
+    }
+    table = (folder / "table.md").read_text()
+    assert table == markdown(config, results)
+    assert table in done.stdout
+    assert "4 of 4 runs complete" in table
+    # One is lost; it alone is run again, here in a process of its own beside another.
+    lost = folder / "runs" / config.runs()[2].key
+    before = {p: p.stat().st_mtime_ns for p in folder.glob(f"runs/*/{RESULT_NAME}")}
+    shutil.rmtree(lost)
+    again = command(path, "--device", "cpu", "--workers", "2")
+    assert again.returncode == 0, again.stderr
+    assert "4 runs, 3 complete" in again.stdout
+    assert (folder / "table.md").read_text() == table
+    after = {p: p.stat().st_mtime_ns for p in folder.glob(f"runs/*/{RESULT_NAME}")}
+    assert [p for p in after if after[p] != before[p]] == [lost / RESULT_NAME]
+
+
+def result(last, best, solved=None):
+    cell = {"accuracy": last, "sequence_accuracy": last / 2}
+    return {
+        "last": {"accuracy": last, "cells": [cell]},
+        "best": {"accuracy": best, "cells": [cell]},
+        "left_chance_step": 10,
+        "solved_step": solved,
+        "diverged": False,
+    }
+
+
+def test_table_has_mean_std_every_seed_and_the_share_that_solves(tmp_path):
+    config = sweep(tmp_path, grid={"pairs": [2], "seed": [0, 1, 2], "peak_lr": [0.1, 0.01]})
+    values = {0.1: (0.1, 0.2, 0.3), 0.01: (0.5, 0.9, 1.0)}
+    results = {
+        spec: result(values[spec.peak_lr][spec.seed], values[spec.peak_lr][spec.seed])
+        for spec in config.runs()
+    }
+    (row,) = summaries(config, results)
+    assert row["peak_lr"] == 0.01
+    assert row["mean"] == pytest.approx(80)
+    assert row["std"] == pytest.approx(26.458, abs=1e-3)
+    assert list(row["seeds"].values()) == [50, 90, 100]
+    assert row["solved_share"] == pytest.approx(1 / 3)
+    assert row["cells"][0]["sequence_accuracy"] == pytest.approx(40)
+    line = markdown(config, results).splitlines()[-1]
+    assert "| 80.0 (26.5) | 80.0 | 50.0 90.0 100.0 | 0.33 of 3 | 10 |" in line
+
+
+def test_published_numbers_stand_beside_their_own_arm_only():
+    shipped = {path.stem: load_sweep(path) for path in SHIPPED}
+    config = shipped["mqar-zoology"]
+    found = {published(config, spec).split(" ")[0] for spec in config.runs()}
+    assert {"46.9", "75.1", "89.6", "55.9", "76.5", "92.9", "-"} <= found
+    for spec in config.runs():
+        if spec.level_weights == "adaptive":
+            assert published(config, spec) == "-"
+    decay = shipped["mqar-adaptive-decay"]
+    with_number = {
+        (spec.pairs, spec.level_weights) for spec in decay.runs() if published(decay, spec) != "-"
+    }
+    assert with_number == {(32, "linear"), (32, "adaptive")}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"grid": {"pairs": [5]}}, "seq-len does not fit 5 pairs: got 16"),
+        ({"grid": {"mixer": ["mamba3"]}}, "grid.mixer.0 is wrong: got 'mamba3'"),
+        ({"grid": {"seq_len": []}}, "rows are given by grid.seq_len and grid.pairs, or by mix"),
+        ({"model": {"attention": {"num_heads": 3}}}, "num_heads=3 does not divide d_model=16"),
+        ({"training": {"epochs": 3}}, "needs one of epochs and total_steps: got 3 and 8"),
+        ({"lanes": 3}, "unknown setting: got lanes"),
+        ({"task": {"variant": "s4"}}, "unknown variant of MQAR: got s4"),
+    ],
+)
+def test_mistakes_are_one_line(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message.replace("(", r"\(")) as error:
+        sweep(tmp_path, **changes)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_command_refuses_in_one_line_with_exit_code_2(tmp_path):
+    done = command(tmp_path / "none.yaml")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: no sweep: got ")
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.gpu
+def test_runs_share_a_gpu(tmp_path):
+    path = tmp_path / "sweep.yaml"
+    path.write_text(yaml.safe_dump(tree(tmp_path / "sweep", grid={"mixer": ["log_linear_mamba2"]})))
+    done = command(path, "--device", "cuda", "--workers", "2")
+    assert done.returncode == 0, done.stderr
+    assert "2 processes on cuda" in done.stdout
+    assert "4 of 4 runs complete" in (tmp_path / "sweep" / "table.md").read_text()
