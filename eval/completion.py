@@ -10,13 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 from data_prep.shards import IGNORED_LABEL
 from eval.scoring import Model, Score, Window, score, score_batch, window_batches
 from models.decoding_state import pick_rows
 from models.generate import generate, read_prompt
-from models.language_model import LanguageModel
+from models.language_model import LanguageModel, ModelState
 
+COPIES = 4  # of a prompt's state at a time: one can take hundreds of megabytes
 PADDING = 0  # an id that stands where nothing is scored, on the right
 
 
@@ -85,6 +87,20 @@ def score_continuations(
         return list(score(model, window_batches(windows, batch_tokens=1), device))
     tokens = torch.tensor([prompt], device=device)
     first, state = read_prompt(model, tokens, model.empty_state(1))
+    scores = []
+    for start in range(0, len(continuations), COPIES):
+        scores += _continued(model, first, state, continuations[start : start + COPIES], device)
+    return scores
+
+
+def _continued(
+    model: LanguageModel,
+    first: Tensor,
+    state: ModelState,
+    continuations: Sequence[list[int]],
+    device: str,
+) -> list[Score]:
+    """The scores after a prompt that left its last logits [1, vocab_size] and its state."""
     rows, longest = len(continuations), max(map(len, continuations))
     labels = torch.full((rows, longest), IGNORED_LABEL, dtype=torch.int64)
     inputs = torch.full((rows, longest - 1), PADDING, dtype=torch.int64)

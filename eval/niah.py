@@ -217,12 +217,11 @@ def grade(sample: Sample, answer: str, name: str) -> Values:
 def teacher_forced(subject: Subject, tokenizer: Tokenizer, sample: Sample) -> Values:
     """The companion scores of one sample."""
     texts = [sample.references[0], sample.absent, *sample.candidates]
-    scores = score_continuations(
-        subject.model,
-        sample.tokens,
-        [_value_tokens(tokenizer, text) for text in texts],
-        subject.device,
-    )
+    ids = [_value_tokens(tokenizer, text) for text in texts]
+    # `check` has seen to the first two; a line's value may be longer than any that it has seen.
+    room = subject.max_seq_len - len(sample.tokens) + 1
+    ids = [*ids[:2], *(candidate for candidate in ids[2:] if len(candidate) <= room)]
+    scores = score_continuations(subject.model, sample.tokens, ids, subject.device)
     true, absent, *others = (-score.nll / score.tokens for score in scores)
     exact = [100.0 * (score.hits == score.tokens) for score in scores]
     rank = 1 + sum(other >= true for other in others)

@@ -57,7 +57,7 @@ def heat_map(path: Path, name: str, by_length: Mapping[int, Sequence[Values]]) -
         for row in range(DEPTH_BINS):
             if (bins == row).any():
                 grid[row, column] = accuracy[bins == row].mean()
-    figure, axes = _figure(1.6 + 0.9 * len(lengths), 4.5)
+    figure, axes = _figure(max(3.6, 1.6 + 0.9 * len(lengths)), 4.5)
     axes.imshow(grid, vmin=0, vmax=100, cmap="viridis", aspect="auto")
     for row, column in zip(*np.nonzero(~np.isnan(grid)), strict=True):
         value = grid[row, column]

@@ -52,6 +52,7 @@ WINDOW = 128
 VOCAB_SIZE = 700
 NIAH_LENGTH, NIAH_ANSWER, NIAH_SAMPLES = 900, 48, 3
 ROWS = 50
+CLOSED_WINDOW = 128  # tokens a pass: logits of 33,278 words stay within the allocator's reach
 TOLERANCE = 1e-4  # relative: fp32 logits, summed in fp64
 
 
@@ -257,11 +258,11 @@ def closed_vocabulary(train: str, path: Path, name: str) -> Iterator[Line]:
     subject = Subject(
         model=UnigramModel(log_probs.float()),
         vocab_size=tokenizer.vocab_size,
-        max_seq_len=512,
+        max_seq_len=CLOSED_WINDOW,
         tokenizer=tokenizer,
         device="cpu",
     )
-    results = _scores("wikitext", subject, Options(wikitext=path, batch_tokens=1024))
+    results = _scores("wikitext", subject, Options(wikitext=path, batch_tokens=CLOSED_WINDOW))
     # Apart from the task: words by splitting the whole text, an end for each newline.
     text = read_text(path)
     seen = Counter(text.split())

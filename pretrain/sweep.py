@@ -13,8 +13,10 @@ import json
 import multiprocessing
 import os
 import queue
+import threading
 import time
 from dataclasses import dataclass, field
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -190,9 +192,17 @@ def _run_processes(sweep: Sweep, todo: list[RunSpec], devices: list[torch.device
 
 
 def _work(config: SweepConfig, specs: Any, done: Any, device: torch.device, processes: int) -> None:
-    """One process: takes runs until there are none."""
+    """One process: takes runs until there are none. Ends with its parent, however that ends."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // processes))
     while (spec := specs.get()) is not None:
         done.put((spec, train_run(config, spec, config.sweep_dir / "runs" / spec.key, device)))
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)  # states are on disk, whole

@@ -51,6 +51,7 @@ def test_a_line_holds_within_rounding_only():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("part", "expected"), [("test", 911.7), ("valid", 965.1)])
 def test_unigram_model_of_wikitext_2_has_its_published_perplexity(shared_data, part, expected):
     folder = shared_data / "wikitext-2"

@@ -2,6 +2,7 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -192,6 +193,32 @@ def test_command_trains_writes_the_table_and_goes_on(tmp_path):
     assert (folder / "table.md").read_text() == table
     after = {p: p.stat().st_mtime_ns for p in folder.glob(f"runs/*/{RESULT_NAME}")}
     assert [p for p in after if after[p] != before[p]] == [lost / RESULT_NAME]
+
+
+@pytest.mark.slow
+def test_workers_end_with_a_killed_sweep_and_the_same_command_goes_on(tmp_path):
+    path = tmp_path / "sweep.yaml"
+    training = {"total_steps": 100_000, "stop_accuracy": None}
+    path.write_text(yaml.safe_dump(tree(tmp_path / "sweep", training=training)))
+    argv = [sys.executable, "-m", "pretrain", "sweep", str(path), "--device", "cpu"]
+    parent = subprocess.Popen([*argv, "--workers", "2"], cwd=ROOT, stdout=subprocess.DEVNULL)
+    states = tmp_path / "sweep" / "runs"
+    deadline = time.monotonic() + 200
+    while len(list(states.glob(f"*/{STATE_NAME}"))) < 2:
+        assert time.monotonic() < deadline
+        assert parent.poll() is None
+        time.sleep(0.2)
+    children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+    parent.kill()
+    parent.wait()
+    while any(Path(f"/proc/{child}").exists() for child in children):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    config = load_sweep(path)
+    steps = [
+        SweepRun(config, spec, states / spec.key, CPU).history.step for spec in config.runs()[:2]
+    ]
+    assert min(steps) >= 2
 
 
 def result(last, best, solved=None):
