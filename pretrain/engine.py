@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from data_prep.shards import IGNORED_LABEL
+from models.accounting import parameter_count
 from pretrain.blocks import prepare_blocks
 from pretrain.config import RunConfig
 from pretrain.data import MicroBatch
@@ -59,7 +60,9 @@ class Update:
 def deepspeed_settings(config: RunConfig, world_size: int) -> dict[str, Any]:
     """DeepSpeed's configuration, a pure function of the run's."""
     parallel = config.parallel
-    bucket = int(parallel.reduce_bucket_mb * 2**20) // 8 * 2  # in fp32 numbers, even
+    # In fp32 numbers, even. DeepSpeed allocates all of it, however small the model.
+    wanted = min(parallel.reduce_bucket_mb * 2**20 / 4, parameter_count(config.model) + 1)
+    bucket = int(wanted) // 2 * 2
     zero: dict[str, Any] = {
         "stage": parallel.zero_stage,
         # Overlapped reduction has given wrong gradients at stage 2 (DeepSpeed#4298, #5294).

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 
 REASONS = {
-    signal.SIGTERM: "SIGTERM",
+    signal.SIGTERM: "SIGTERM or RUN/stop",
     signal.SIGINT: "SIGINT",
     signal.SIGUSR1: "SIGUSR1",
     signal.SIGALRM: "training.time_limit_minutes",

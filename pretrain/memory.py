@@ -1,10 +1,9 @@
 """Memory of a GPU in training, estimated without one.
 
     state        parameters, gradients, optimizer: shared out by ZeRO (models/accounting.py)
-    buffers      where gradients are collected for a reduction, the gradient of the output matrix,
-                 and bf16 copies of the matrices under autocast
-    activations  what autograd keeps of one micro-batch, found by running the forward pass on fake
-                 tensors, which have shapes and no memory
+    buffers      where gradients are collected for a reduction, the gradient of the output matrix
+    activations  what autograd keeps of one micro-batch, bf16 copies of matrices included, found by
+                 running the forward pass on fake tensors, which have shapes and no memory
     loss         one chunk of logits, several times over
 
 The operators are counted as Triton kernels behave: they keep their inputs and one state [K, V] in
@@ -55,11 +54,9 @@ def memory_bytes(
         state |= {"master copy": 0.0, "optimizer": 0.0}
     output = config.model.vocab_size * config.model.d_model
     bucket = min(config.parallel.reduce_bucket_mb * 2**20, 4.0 * sum(sizes.values()))
-    buffers = 4.0 * output + (bucket if zero_stage in (1, 2) else 0.0)
-    if zero_stage == 3:
-        buffers += 2 * bucket  # and the parameters that are gathered meanwhile
-    if config.parallel.precision == "bf16":
-        buffers += 2.0 * sum(sizes.values())
+    # At stages 2 and 3 the bucket is free again when activations are at their peak.
+    bucket = min(config.parallel.reduce_bucket_mb * 2**20, 4.0 * sum(sizes.values()))
+    buffers = 4.0 * output + (bucket if zero_stage == 1 else 0.0)
     tokens = config.batch.micro_batch_rows * config.data.seq_len
     chunk = min(config.training.loss_chunk_tokens, tokens)
     loss = 4.0 * LOSS_COPIES * chunk * config.model.vocab_size

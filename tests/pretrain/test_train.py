@@ -239,7 +239,7 @@ def test_a_file_named_stop_saves_and_ends_the_run(
         (run_dir / "stop").touch()
         output, _ = process.communicate(timeout=100)
     assert process.returncode == 143, output
-    assert "stopped as asked; start the same command again" in output
+    assert "stopped as asked by SIGTERM or RUN/stop; start the same command again" in output
     assert (run_dir / "checkpoints" / "latest").is_file()
     assert not (run_dir / "stop").exists()
 

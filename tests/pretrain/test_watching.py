@@ -1,6 +1,7 @@
 """What can be seen of a run: before it starts, while it runs, and two of them side by side."""
 
 import json
+import multiprocessing
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -123,6 +124,84 @@ def test_activations_are_those_that_autograd_keeps(settings: dict[str, Any]) -> 
     real = sum(size for pointer, size in kept.items() if pointer not in parameters)
     del logits
     assert activation_bytes(config) == pytest.approx(real, rel=0.15)
+
+
+# In a process of its own: what other engines leave behind would be freed meanwhile.
+PEAK = """
+import json
+from itertools import islice
+from pathlib import Path
+import torch
+from torch.profiler import ProfilerActivity, profile
+from models.initialize import initialize
+from models.language_model import LanguageModel
+from pretrain.config import load_config
+from pretrain.data import TrainingRows, training_batches
+from pretrain.distributed import start_world
+from pretrain.engine import Engine, import_deepspeed
+from pretrain.health import Health
+
+cpu = torch.device("cpu")
+world = start_world()
+import_deepspeed(cpu)
+config = load_config(path)
+rows = TrainingRows(config.data.dataset, "train", config.data.seq_len)
+updates = list(islice(training_batches(rows, config, 0, 1, 0), 2))
+totals = []
+for number, batches in enumerate(updates):
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        if number == 0:
+            model = LanguageModel(config.model)
+            initialize(model, 0)
+            engine = Engine(model, config, world, cpu)
+        engine.update(batches, 1e-3, Health(config.health))
+    recorded.export_chrome_trace(output)
+    events = json.loads(Path(output).read_text())["traceEvents"]
+    totals += [e["args"]["Total Allocated"] for e in events if e.get("name") == "[memory]"]
+Path(output).write_text(str(max(totals) - totals[0]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stage", "precision", "mode"),
+    [(0, "bf16", "none"), (1, "fp32", "none"), (2, "bf16", "full"), (3, "fp32", "none")],
+)
+def test_the_estimate_is_within_15_percent_of_what_is_allocated(
+    settings: dict[str, Any],
+    write_config: WriteConfig,
+    tmp_path: Path,
+    stage: int,
+    precision: str,
+    mode: str,
+) -> None:
+    """With softmax attention, which runs the same operations on a CPU as on a GPU."""
+    settings["model"] |= {
+        "vocab_size": 2048,
+        "d_model": 256,
+        "num_layers": 4,
+        "mixer": "attention",
+        "mlp": {"hidden_size": 512},
+        "tie_embeddings": False,
+        "attention": {"num_heads": 4},
+    }
+    settings["data"] |= {"seq_len": 64, "loader_threads": 0}
+    settings["batch"] = {"batch_tokens": 4096, "micro_batch_rows": 32}
+    settings["training"] |= {"loss_chunk_tokens": 256}
+    settings["parallel"] |= {
+        "zero_stage": stage,
+        "precision": precision,
+        "activation_checkpointing": mode,
+    }
+    path, output = write_config(settings), tmp_path / "peak"
+    context = multiprocessing.get_context("forkserver")
+    process = context.Process(target=exec, args=(PEAK, {"path": path, "output": str(output)}))
+    process.start()
+    process.join(200)
+    assert process.exitcode == 0
+    config = RunConfig.model_validate(settings)
+    estimate = memory_bytes(config, 1, stage, activation_bytes(config))
+    assert sum(estimate.values()) == pytest.approx(int(output.read_text()), rel=0.15)
 
 
 def test_checkpointing_and_offload_lower_the_estimate(settings: dict[str, Any]) -> None:
