@@ -16,7 +16,13 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from models.checkpoint_directory import resolve, sync_folder, write_atomically
+from models.checkpoint_directory import (
+    TOKENIZER,
+    file_sha256,
+    resolve,
+    sync_folder,
+    write_atomically,
+)
 from models.config import ModelConfig
 from models.language_model import LanguageModel
 from models.tensor_files import MAX_SHARD_BYTES, LazyTensors, as_lazy, open_tensors, save_tensors
@@ -59,10 +65,14 @@ def write_model(
     directory.mkdir(parents=True, exist_ok=True)
     save_tensors(directory, tensors, max_shard_bytes)
     if tokenizer_path is not None:
-        temporary = directory / f"tokenizer.model.{os.getpid()}.tmp"
+        temporary = directory / f"{TOKENIZER}.{os.getpid()}.tmp"
         shutil.copyfile(tokenizer_path, temporary)
-        _replace(temporary, directory / "tokenizer.model")
-    content = {"format_version": FORMAT_VERSION, "model": config.model_dump(mode="json")}
+        _replace(temporary, directory / TOKENIZER)
+    content = {
+        "format_version": FORMAT_VERSION,
+        "model": config.model_dump(mode="json"),
+        "tokenizer_sha256": None if tokenizer_path is None else _tokenizer_sha256(directory),
+    }
     write_atomically(directory / "config.json", json.dumps(content, indent=1).encode())
 
 
@@ -71,7 +81,8 @@ def load_config(directory: Path | str) -> ModelConfig:
 
     Raises:
         FileNotFoundError: no such model directory.
-        ValueError: config.json is damaged or of another version.
+        ValueError: config.json is damaged or of another version, or tokenizer.model is not the one
+            that the model was written with.
     """
     path = resolve(directory) / "config.json"
     try:
@@ -87,6 +98,12 @@ def load_config(directory: Path | str) -> ModelConfig:
     if version != FORMAT_VERSION:
         raise ValueError(
             f"{path} has format_version {version!r}; this version reads {FORMAT_VERSION}"
+        )
+    wanted, found = content.get("tokenizer_sha256"), _tokenizer_sha256(path.parent)
+    if wanted is not None and found not in (None, wanted):
+        raise ValueError(
+            f"{path.parent / TOKENIZER} is another tokenizer than the model's: got sha256 {found}; "
+            f"expected {wanted}; put the model's own back"
         )
     try:
         return ModelConfig.model_validate(content.get("model"))
@@ -129,6 +146,11 @@ def check_fits(tensors: LazyTensors, config: ModelConfig, source: str) -> None:
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise ValueError(f"{source} does not fit the model's configuration: {problems[0]}{more}")
+
+
+def _tokenizer_sha256(directory: Path) -> str | None:
+    path = directory / TOKENIZER
+    return file_sha256(path) if path.is_file() else None
 
 
 def _replace(temporary: Path, path: Path) -> None:

@@ -1,5 +1,6 @@
 """The model directory: one writer, one reader."""
 
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -43,6 +44,19 @@ def test_directory_holds_no_temporary_files_and_the_tokenizer(
     names = sorted(path.name for path in (tmp_path / "m").iterdir())
     assert names == ["config.json", "model.safetensors", "tokenizer.model"]
     assert (tmp_path / "m" / "tokenizer.model").read_bytes() == b"pieces"
+
+
+def test_another_tokenizer_in_the_directory_is_refused_with_both_hashes(
+    small_model: Build, tmp_path: Path
+) -> None:
+    tokenizer = tmp_path / "my.model"
+    tokenizer.write_bytes(b"pieces")
+    model = small_model("mamba2")
+    save_model(tmp_path / "m", model.state_dict(), model.config, tokenizer)
+    (tmp_path / "m" / "tokenizer.model").write_bytes(b"others")
+    own, other = (hashlib.sha256(text).hexdigest() for text in (b"pieces", b"others"))
+    with pytest.raises(ValueError, match=f"got sha256 {other}; expected {own}"):
+        load_model(tmp_path / "m")
 
 
 def test_half_precision_weights_load_as_fp32(small_model: Build, tmp_path: Path) -> None:
