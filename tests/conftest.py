@@ -16,3 +16,9 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """No test's numbers depend on which tests ran before it; fixtures of every scope come later."""
+    torch.manual_seed(0)

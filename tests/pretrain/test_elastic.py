@@ -4,6 +4,7 @@ import json
 import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -52,6 +53,31 @@ def check_chain(
 
 def test_ranks_and_stages_change_twice_in_a_run(check_chain: Any) -> None:
     check_chain([(2, 2), (1, 3), (4, 0)])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_ten_kills_on_changing_ranks_lose_no_row_and_double_none(
+    settings: dict[str, Any], write_config: WriteConfig, run_ranks: Any, read_log: ReadLog
+) -> None:
+    settings["training"]["total_steps"] = 70  # 14 epochs
+    config = write_config(settings)
+    run_dir = Path(settings["run_dir"])
+    unbroken = run_dir.with_name("unbroken")
+    assert run_ranks(config, f"run_dir={unbroken}").exit_codes == [0]
+    random = Random(0)
+    for _ in range(10):
+        ranks, stage, update = random.choice(RANKS), random.choice(STAGES), random.randint(4, 7)
+        strike = ("pretrain.engine", "Engine.update", update, random.choice(["before", "after"]))
+        struck = random.randrange(ranks)
+        zero = f"parallel.zero_stage={stage}"
+        killed = run_ranks(config, zero, ranks=ranks, strike=strike, struck_rank=struck)
+        assert killed.exit_codes[struck] == -9, killed.output
+    assert run_ranks(config, ranks=2).exit_codes == [0, 0]
+    log, expected = read_log(run_dir), read_log(unbroken)
+    assert len(rows(log)) == 70
+    assert rows(log) == rows(expected)
+    assert losses(log) == pytest.approx(losses(expected), rel=1e-3)
 
 
 # A process that saves or loads at all stages with its number of ranks.
