@@ -165,7 +165,7 @@ Path(output).write_text(str(max(totals) - totals[0]))
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "precision", "mode"),
-    [(0, "bf16", "none"), (1, "fp32", "none"), (2, "bf16", "full"), (3, "fp32", "none")],
+    [(0, "bf16", "none"), (1, "fp32", "none"), (2, "bf16", "full")],
 )
 def test_the_estimate_is_within_15_percent_of_what_is_allocated(
     settings: dict[str, Any],
@@ -175,7 +175,8 @@ def test_the_estimate_is_within_15_percent_of_what_is_allocated(
     precision: str,
     mode: str,
 ) -> None:
-    """With softmax attention, which runs the same operations on a CPU as on a GPU."""
+    """With softmax attention, which runs the same operations on a CPU as on a GPU. Not at ZeRO-3,
+    whose memory moves in and out of buffers that the profiler has not seen being made."""
     settings["model"] |= {
         "vocab_size": 2048,
         "d_model": 256,
