@@ -9,6 +9,7 @@ from eval.wikitext import (
     count_words,
     count_words_and_lines,
     detokenise,
+    read_articles,
     split_articles,
     wikitext,
 )
@@ -107,3 +108,34 @@ def test_other_names_and_no_file_are_refused(subject, uniform, tmp_path):
         check(subject(uniform(400)), Options(wikitext=blank))
     with pytest.raises(ValueError, match="got 33 tokens"):
         check(subject(uniform(400)), Options(wikitext=blank, window=33))
+
+
+def test_downloaded_lines_are_the_articles_of_the_file(monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    asked = []
+
+    def load_dataset(*arguments, **options):
+        asked.append((arguments, options))
+        # The hub has one record a line, and an empty string for a blank one.
+        lines = ["" if line == " \n" else line for line in RAW.splitlines(keepends=True)]
+        return {"text": lines}
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    source, kind, articles = read_articles(Options(wikitext_download="wikitext-2-raw-v1:test"))
+    assert asked == [(("Salesforce/wikitext", "wikitext-2-raw-v1"), {"split": "test"})]
+    assert (source, kind) == ("wikitext-2-raw-v1:test", "raw")
+    assert articles == split_articles(RAW)
+
+
+def test_a_download_that_fails_is_one_line(monkeypatch):
+    datasets = pytest.importorskip("datasets")
+
+    def load_dataset(*arguments, **options):
+        raise ConnectionError("no route\nto host")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(ValueError, match="failed: no route; check the connection") as error:
+        read_articles(Options(wikitext_download="wikitext-2-raw-v1:test"))
+    assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match="is not understood: got wikitext-4:test"):
+        read_articles(Options(wikitext_download="wikitext-4:test"))
