@@ -1,6 +1,7 @@
 """python -m kernels bench | tune: how fast the operators are, beside installed peers."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +18,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-console = Console(highlight=False)
+# The table needs its width in a log too.
+console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 
 OPS = ("ssd", "gated_delta")
 LENGTHS = "2048,4096,8192,16384,32768,65536,131072"
@@ -59,7 +61,13 @@ def bench_command(
         device == "cuda" and not torch.cuda.is_available(),
         "no CUDA device here; expected one, or --device cpu",
     )
+    sizes = {"heads": heads, "groups": groups, "key-size": key_size, "value-size": value_size}
+    _refuse_sizes({**sizes, "batch-tokens": batch_tokens})
     _refuse(heads % groups != 0, f"heads do not divide: got {heads} in {groups} groups")
+    _refuse(
+        output.exists() and not output.is_dir(),
+        f"--output is a file: got {output}; expected a folder or a free name",
+    )
     shape = {"G": groups, "H": heads, "K": key_size, "V": value_size, "dtype": dtype}
     shape |= {"device": device, "batch_tokens": batch_tokens}
     output.mkdir(parents=True, exist_ok=True)
@@ -68,7 +76,7 @@ def bench_command(
     benchmark.plot(result, report.with_suffix(".png"))
     console.print(benchmark.table(result))
     rate = result["matmul_tflops"]
-    console.print(f"matmul {rate:.0f} TFLOP/s; {report} and {report.with_suffix('.png')}")
+    console.print(f"matmul {rate:.3g} TFLOP/s; {report} and {report.with_suffix('.png')}")
     for peer, problem in result["failures"].items():
         console.print(f"{peer} did not finish: {problem}")
     if "fenwick" in result["failures"]:
@@ -93,6 +101,7 @@ def bench_step_command(
     """One decoding step of log-linear SSD beside the time to move its live states once."""
     _refuse(not torch.cuda.is_available(), "no CUDA device here; the step kernel needs one")
     _refuse(position < 0, f"no position: got {position}; expected 0 or more")
+    _refuse_sizes({"batch": batch, "heads": heads, "groups": groups})
     from kernels.bench_step import bench_step
 
     device = torch.device("cuda")
@@ -117,6 +126,11 @@ def tune_command(
     B = max(1, batch_tokens // length)
     sizes = Sizes(B, length, groups, heads, key_size, value_size, torch.bfloat16, device)
     tune_ssd(sizes, console)
+
+
+def _refuse_sizes(sizes: dict[str, int]) -> None:
+    for name, size in sizes.items():
+        _refuse(size < 1, f"--{name} is too small: got {size}; expected at least 1")
 
 
 def _refuse(wrong: bool, message: str) -> None:

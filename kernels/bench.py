@@ -157,7 +157,7 @@ def table(result: dict[str, Any]) -> Table:
             m["operator"], str(m["B"]), str(m["T"]), f"{m['forward_ms']:.3f}",
             f"{m['both_ms']:.3f}", "-" if m["graph_ms"] is None else f"{m['graph_ms']:.3f}",
             f"{m['peak_mb']:.0f}", f"{m['first_call_seconds']:.1f}",
-            "-" if rate is None else f"{rate:.0f}",
+            "-" if rate is None else f"{rate:.3g}",
             "-" if rate is None else f"{rate / result['matmul_tflops']:.1%}",
         )  # fmt: skip
     return shown

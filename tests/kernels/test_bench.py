@@ -48,6 +48,9 @@ def test_bench_writes_what_it_prints_and_a_plot(op, tmp_path):
         (["--lengths", "64,x"], "no length: got '64,x'"),
         (["--heads", "3", "--groups", "2"], "heads do not divide: got 3 in 2 groups"),
         (["--dtype", "int8"], "unknown dtype: got int8"),
+        (["--groups", "0"], "--groups is too small: got 0; expected at least 1"),
+        (["--batch-tokens", "-5"], "--batch-tokens is too small: got -5"),
+        (["--output", "README.md"], "--output is a file: got README.md"),
     ],
 )
 def test_bench_refuses_in_one_line(arguments, message):
