@@ -52,6 +52,7 @@ def test_run_folder_is_evaluated_without_conversion(
         (("--tasks", "perplexity", "--dataset", "/nowhere"), "/nowhere"),
         (("--tasks", "wikitext"), "add --wikitext FILE"),
         (("--tasks", "mqar"), "add --dataset DATASET"),
+        (("--tasks", "niah", "--seed", "-1"), "--seed is out of range: got -1; expected 0 to"),
     ],
 )
 def test_user_errors_are_one_line_and_exit_code_2(
