@@ -272,7 +272,13 @@ class SweepConfig(_Section):
             ValueError: its settings do not fit each other.
         """
         settings = dict(self.model)
-        level_weights = dict(settings.pop("level_weights", {}))
+        level_weights = settings.pop("level_weights", {})
+        if not isinstance(level_weights, dict):
+            raise ValueError(
+                f"model.level_weights is wrong: got {level_weights!r}; expected settings as a "
+                "mapping"
+            )
+        level_weights = dict(level_weights)
         if spec.level_weights is not None:
             level_weights["kind"] = spec.level_weights
         return ModelConfig.model_validate(

@@ -168,7 +168,8 @@ class SweepRun:
         result = self._result()
         save_model(self.folder / MODEL_FOLDER, self.model.state_dict(), self.model.config)
         write_atomically(self.folder / RESULT_NAME, json.dumps(result, indent=1).encode())
-        (self.folder / STATE_NAME).unlink(missing_ok=True)
+        for path in self.folder.glob(f"{STATE_NAME}*"):  # also what a killed worker left half
+            path.unlink()
         return result
 
     def _batch(self, step: int) -> Batch:

@@ -117,12 +117,13 @@ def test_a_run_broken_off_goes_on_to_the_same_bits(tmp_path):
     again = SweepRun(config, spec, tmp_path / "broken", CPU)
     assert again.history.step == 4
     del broken
+    (tmp_path / "broken" / f"{STATE_NAME}.1.tmp").touch()  # killed while it wrote
     resumed = train_run(config, spec, tmp_path / "broken", CPU)
     assert {**resumed, "seconds": 0} == {**whole, "seconds": 0}
     one, two = (load_model(tmp_path / name / "model") for name in ("whole", "broken"))
     for a, b in zip(one.parameters(), two.parameters(), strict=True):
         assert torch.equal(a, b)
-    assert not (tmp_path / "broken" / STATE_NAME).exists()
+    assert sorted(p.name for p in (tmp_path / "broken").iterdir()) == ["model", RESULT_NAME]
 
 
 def test_logits_at_labels_are_those_of_the_whole_model(tmp_path):
@@ -286,6 +287,7 @@ def test_published_numbers_stand_beside_their_own_arm_only():
         ({"model": {"attention": {"num_heads": 3}}}, "num_heads=3 does not divide d_model=16"),
         ({"training": {"epochs": 3}}, "needs one of epochs and total_steps: got 3 and 8"),
         ({"lanes": 3}, "unknown setting: got lanes"),
+        ({"model": {"level_weights": 3}}, "model.level_weights is wrong: got 3; expected settings"),
         ({"task": {"variant": "s4"}}, "unknown variant of MQAR: got s4"),
         ({"grid": {"peak_lr": [-1]}}, "grid.peak_lr.0 is wrong: got -1; expected greater than 0"),
         ({"grid": {"seed": [-1]}}, "grid.seed.0 is wrong: got -1; expected greater than or equal"),
