@@ -118,6 +118,7 @@ def evaluate_command(
 ) -> None:
     """Score checkpoints; results go to results.json, to a table and to the run's TensorBoard."""
     chosen = parse_tasks(tasks)
+    check_seed(seed)
     options = Options(
         texts=tuple(text or ()),
         dataset=dataset,
@@ -211,6 +212,12 @@ def parse_numbers(option: str, text: str, what: str, example: str) -> tuple[int,
             f"{option} is not a list of {what}: got {text}; expected numbers >= 1, as in {example}"
         )
     return tuple(dict.fromkeys(map(int, parts)))
+
+
+def check_seed(seed: int) -> None:
+    """Refuse what some generator of random numbers would not take."""
+    if not 0 <= seed < 1 << 32:
+        raise ValueError(f"--seed is out of range: got {seed}; expected 0 to {(1 << 32) - 1}")
 
 
 def parse_device(name: str) -> str:

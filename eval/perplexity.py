@@ -16,6 +16,8 @@ Data set split: packed rows exactly as training reads them. Scored are the label
 next token of the same document in the same row. Hence excluded: the first token of a document piece
 (nothing of its document stands before it in the row). Included: the EOS that ends a document. Bytes
 are those of the scored tokens (EOS has none), so numerator and denominator cover the same text.
+Rows that are longer than those the model was trained on are cut to its length, as training cuts
+them; a cut forgets what stands before it, and every label is scored all the same.
 
     unigram_entropy   nats; entropy of the scored tokens' own frequencies: the lowest loss that a
                       model without any context can have, so a trained one must be below it
@@ -67,7 +69,7 @@ def check(subject: Subject, options: Options) -> None:
         for path in options.texts:
             read_text(path)
     if options.dataset is not None:
-        _open_rows(subject, options, options.dataset).verify()
+        _open_rows(subject, options, options.dataset)[0].verify()
 
 
 def perplexity(subject: Subject, options: Options) -> list[Result]:
@@ -141,7 +143,8 @@ def text_perplexity(subject: Subject, options: Options) -> list[Result]:
     return _results(scores, sum(len(read_bytes(path)) for path in options.texts), settings)
 
 
-def _open_rows(subject: Subject, options: Options, dataset: Path) -> Rows:
+def _open_rows(subject: Subject, options: Options, dataset: Path) -> tuple[Rows, int]:
+    """The rows, and how many tokens of one the model reads at a time."""
     tokenizer = subject.need_tokenizer("perplexity")
     manifest = read_manifest(dataset)
     if manifest.kind != "text":
@@ -155,24 +158,37 @@ def _open_rows(subject: Subject, options: Options, dataset: Path) -> Rows:
             f"expected the model's tokenizer {tokenizer.sha256}; pack the data with the model's "
             "tokenizer.model"
         )
-    subject.check_length(f"a row of {dataset}", manifest.row_tokens)
-    return Rows(dataset, options.split)
+    length = manifest.row_tokens
+    if length > subject.usual_length and not subject.beyond_trained:
+        length = subject.usual_length
+        if manifest.row_tokens % length:
+            raise ValueError(
+                f"rows of {dataset} cannot be cut to the length the model was trained on: got "
+                f"{manifest.row_tokens} tokens; expected a multiple of {length}; pack the text "
+                f"with --row-tokens {length}, or use --text FILE"
+            )
+    subject.check_length(f"a row of {dataset}", length)
+    return Rows(dataset, options.split), length
 
 
 def dataset_perplexity(subject: Subject, options: Options, dataset: Path) -> list[Result]:
     """Perplexity of a split of a packed data set; see the module's text."""
-    rows = _open_rows(subject, options, dataset)
+    rows, length = _open_rows(subject, options, dataset)
+    packed = rows.manifest.row_tokens
+    pieces = packed // length
     byte_lengths = subject.need_tokenizer("perplexity").token_bytes
     scored_bytes = 0
     frequencies = np.zeros(rows.manifest.vocab_size, dtype=np.int64)
     for i in range(len(rows)):
-        labels = rows[i].labels
+        labels = rows[i].labels  # the same ones whether rows are cut or not
         labels = labels[labels != IGNORED_LABEL]
         scored_bytes += int(byte_lengths[labels].sum())
         np.add.at(frequencies, labels, 1)
 
     def score_missing(places: list[int]) -> Iterator[Values]:
-        found = map(rows.__getitem__, places)
+        found = (
+            rows.cut(i // pieces, i % pieces * length, (i % pieces + 1) * length) for i in places
+        )
         triples = ((row.tokens, row.labels, row.document_starts) for row in found)
         batches = row_batches(triples, options.batch_tokens)
         for one in score(subject.model, batches, subject.device):
@@ -182,12 +198,13 @@ def dataset_perplexity(subject: Subject, options: Options, dataset: Path) -> lis
         "dataset": str(dataset),
         "split": options.split,
         "rows_sha256": rows.manifest.splits[options.split].index_sha256,
-        "row_tokens": rows.manifest.row_tokens,
+        "row_tokens": length,
+        **({"cut_from_row_tokens": packed} if pieces > 1 else {}),
         "bos": "as packed: first token of each document",
-        **subject.length_mark(rows.manifest.row_tokens),
+        **subject.length_mark(length),
     }
     log = subject.samples.open("perplexity", VERSION, settings)
-    keys = [str(i) for i in range(len(rows))]
+    keys = [str(i) for i in range(len(rows) * pieces)]
     scores = [
         Score(**values)
         for values in log.scored(keys, score_missing, f"perplexity: rows of {dataset}")

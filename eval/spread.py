@@ -12,6 +12,7 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -26,6 +27,7 @@ from eval.progress import duration
 from eval.result import Result
 
 ROOT = Path(__file__).resolve().parent.parent
+CONNECT_TIMEOUT_SECONDS = 5.0
 OBJECT_STORE_BYTES = 100 << 20
 START_ATTEMPTS = 5
 PORT_CLASH = "used by other components"
@@ -38,8 +40,10 @@ def connected(address: str | None, gpus: int, workers: int) -> Iterator[None]:
     """Inside, Ray is there: a private one with so many GPUs or CPUs, or the one at `address`.
 
     Raises:
-        ValueError: the machine or the cluster has fewer.
+        ValueError: the machine or the cluster has fewer, or nothing answers at `address`.
     """
+    if address not in (None, "auto"):
+        _check_answers(address)
     _set_environment(private=address is None)
     import ray  # after the environment: Ray reads it when it is imported
 
@@ -126,6 +130,22 @@ def _run_there(unit: Unit, folder: str) -> tuple[list[Result], str | None]:
         return [], one_line(error)
     except RuntimeError as error:
         return [], f"evaluation failed: {error}".splitlines()[0]
+
+
+def _check_answers(address: str) -> None:
+    """A wrong address is refused in seconds; Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ValueError(
+            f"--address is no address: got {address}; expected HOST:PORT of a Ray head, or auto"
+        )
+    try:
+        socket.create_connection((host, int(port)), CONNECT_TIMEOUT_SECONDS).close()
+    except OSError as error:
+        raise ValueError(
+            f"no Ray cluster answers: got --address {address}: {error.strerror or error}; expected "
+            "a running Ray head; start one with `ray start --head`"
+        ) from None
 
 
 def _start_private(folder: Path, env: dict[str, str], cpus: int) -> None:

@@ -25,7 +25,7 @@ from pretrain.compare import compare_runs
 from pretrain.config import load_config
 from pretrain.distributed import World, start_world, stop_world
 from pretrain.dry_run import print_dry_run, ranks_of_environment
-from pretrain.errors import Refused, TrainingFailed
+from pretrain.errors import Refused, Stopped, TrainingFailed
 from pretrain.sweep import run_sweep
 
 
@@ -178,6 +178,9 @@ def sweep(
     """Trains and scores a grid of small models on a synthetic task, or what is left of it."""
     try:
         run_sweep(config, sweep_dir=sweep_dir, device=device, gpus=gpus, workers=workers)
+    except Stopped as stop:
+        typer.echo(f"{stop}: start the same command again to go on", err=True)
+        raise typer.Exit(stop.exit_code) from None
     except Refused as error:
         _print_error(str(error))
         raise typer.Exit(2) from None

@@ -1,4 +1,6 @@
-"""The two ways in which a run ends without being complete and without being a bug."""
+"""The ways in which a run ends without being complete and without being a bug."""
+
+import signal
 
 
 class Refused(ValueError):
@@ -16,3 +18,15 @@ class TrainingFailed(RuntimeError):
     def __init__(self, message: str, on_all_ranks: bool = False) -> None:
         super().__init__(message)
         self.on_all_ranks = on_all_ranks
+
+
+class Stopped(BaseException):
+    """A signal asked a sweep to end. Not an Exception: nothing on the way may take it for one.
+
+    Args:
+        number: of the signal.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.exit_code = 128 + number

@@ -73,8 +73,8 @@ def refuse_other_run(
             f"{folder} holds settings of another version: got {name}: {first['msg']}; expected "
             "those of this one; use the version that wrote it, or another run_dir"
         ) from None
-    old = _leaves(checkpoint.model_dump(mode="json"))
-    new = _leaves(config.model_dump(mode="json"))
+    old = leaves(checkpoint.model_dump(mode="json"))
+    new = leaves(config.model_dump(mode="json"))
     changed = {
         name: f"{name}: checkpoint: {old.get(name)}, now: {new.get(name)}"
         for name in dict.fromkeys([*old, *new])
@@ -111,7 +111,7 @@ def _other_learning_rates(done: int, old: RunConfig, new: RunConfig) -> dict[str
         before = learning_rate(step, old.schedule, old.optimizer.peak_lr, old.training.total_steps)
         if before != learning_rate(step, new.schedule, new.optimizer.peak_lr, total):
             names = ("schedule", "training.total_steps", "optimizer.peak_lr")
-            a, b = _leaves(old.model_dump(mode="json")), _leaves(new.model_dump(mode="json"))
+            a, b = leaves(old.model_dump(mode="json")), leaves(new.model_dump(mode="json"))
             return {
                 name: f"{name}: checkpoint: {a[name]}, now: {b[name]}"
                 for name in a
@@ -132,12 +132,12 @@ def _is_allowed(name: str, config: RunConfig) -> bool:
     return _is_in(name, config.checkpoint.allow_changed)
 
 
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """{"a": {"b": 1}} as {"a.b": 1}."""
-    leaves: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):
-            leaves |= _leaves(value, f"{prefix}{key}.")
+            flat |= leaves(value, f"{prefix}{key}.")
         else:
-            leaves[f"{prefix}{key}"] = value
-    return leaves
+            flat[f"{prefix}{key}"] = value
+    return flat

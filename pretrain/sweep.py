@@ -13,12 +13,14 @@ import json
 import multiprocessing
 import os
 import queue
+import signal
 import threading
 import time
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -26,11 +28,13 @@ from rich.console import Console
 
 from eval.progress import duration
 from models.checkpoint_directory import write_atomically
-from pretrain.errors import Refused, TrainingFailed
+from pretrain.errors import Refused, Stopped, TrainingFailed
 from pretrain.sweep_config import RunSpec, SweepConfig, load_sweep
 from pretrain.sweep_run import finished_result, train_run
 from pretrain.sweep_table import markdown, summaries
 
+LOCK_NAME, RUNS_FOLDER, TABLE_NAME = ".lock", "runs", "table.json"
+STOPPING = (signal.SIGINT, signal.SIGTERM)
 POLL_SECONDS = 1.0
 WORKERS_PER_GPU = 8
 
@@ -46,7 +50,7 @@ class Sweep:
     new: int = 0
 
     def folder_of(self, spec: RunSpec) -> Path:
-        return self.config.sweep_dir / "runs" / spec.key
+        return self.config.sweep_dir / RUNS_FOLDER / spec.key
 
     def todo(self) -> list[RunSpec]:
         """The runs that are not complete; the others' results are taken."""
@@ -75,7 +79,7 @@ class Sweep:
 
     def write_table(self) -> None:
         rows = json.dumps(summaries(self.config, self.results), indent=1)
-        write_atomically(self.config.sweep_dir / "table.json", rows.encode())
+        write_atomically(self.config.sweep_dir / TABLE_NAME, rows.encode())
         text = markdown(self.config, self.results)
         write_atomically(self.config.sweep_dir / "table.md", text.encode())
 
@@ -92,7 +96,26 @@ def run_sweep(
     Raises:
         Refused: something the user has to change, found before any training.
         TrainingFailed: a worker ended before its runs did.
+        Stopped: SIGINT or SIGTERM came; what was done is on disk.
     """
+    before: dict[signal.Signals, Any] = {n: signal.signal(n, _stop) for n in STOPPING}
+    try:
+        _run_sweep(path, sweep_dir, device, gpus, workers)
+    except Stopped:
+        before = dict.fromkeys(STOPPING, signal.SIG_IGN)  # the process is about to end
+        raise
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    raise Stopped(number)
+
+
+def _run_sweep(
+    path: Path, sweep_dir: Path | None, device: str, gpus: int, workers: int | None
+) -> None:
     console = Console(highlight=False, soft_wrap=True, markup=False)
     try:
         config = load_sweep(path, sweep_dir)
@@ -101,12 +124,12 @@ def run_sweep(
     devices = _devices(device, gpus, workers)
     lock = _claim(config.sweep_dir)
     sweep = Sweep(config, console)
-    todo = sweep.todo()
-    console.print(
-        f"{config.sweep_dir}: {len(config.runs())} runs, {len(sweep.results)} complete; "
-        f"{len(devices)} processes on {devices[0].type}"
-    )
     try:
+        todo = sweep.todo()
+        console.print(
+            f"{config.sweep_dir}: {len(config.runs())} runs, {len(sweep.results)} complete; "
+            f"{len(devices)} processes on {devices[0].type}"
+        )
         if len(devices) == 1:
             for spec in todo:
                 folder = sweep.folder_of(spec)
@@ -137,9 +160,14 @@ def _devices(name: str, gpus: int, workers: int | None) -> list[torch.device]:
 
 def _claim(sweep_dir: Path) -> int:
     """The folder for this process until it ends; a file descriptor."""
+    if sweep_dir.is_dir() and _is_foreign(sweep_dir):
+        raise Refused(
+            f"sweep_dir holds files of something else: got {sweep_dir}; expected a sweep of this "
+            "program or an empty folder; choose another sweep_dir"
+        )
     try:
         sweep_dir.mkdir(parents=True, exist_ok=True)
-        lock = os.open(sweep_dir / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        lock = os.open(sweep_dir / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise Refused(
             f"sweep_dir cannot be written: got {sweep_dir}: {error.strerror}; expected a folder "
@@ -156,6 +184,13 @@ def _claim(sweep_dir: Path) -> int:
     return lock
 
 
+def _is_foreign(folder: Path) -> bool:
+    """Whether a folder holds something, but not a sweep."""
+    names = {path.name for path in folder.iterdir()}
+    ours = RUNS_FOLDER in names and bool(names & {LOCK_NAME, TABLE_NAME})
+    return not ours and not names <= {LOCK_NAME}
+
+
 def _run_processes(sweep: Sweep, todo: list[RunSpec], devices: list[torch.device]) -> None:
     """Trains the runs in a process for each device named."""
     spawn = multiprocessing.get_context("spawn")  # CUDA and torch's threads do not survive a fork
@@ -170,9 +205,13 @@ def _run_processes(sweep: Sweep, todo: list[RunSpec], devices: list[torch.device
         )
         for device in devices[: len(todo)]
     ]
-    for process in processes:
-        process.start()
+    specs.cancel_join_thread()  # a stopped sweep does not wait for its runs to be taken
     try:
+        # Workers inherit the mask: Ctrl-C, which reaches all processes, is for this one to answer.
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING[:1])
+        for process in processes:
+            process.start()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING[:1])
         left = len(todo)
         while left:
             ended = not any(process.is_alive() for process in processes)
@@ -186,9 +225,12 @@ def _run_processes(sweep: Sweep, todo: list[RunSpec], devices: list[torch.device
                         "above; start the same command again to go on"
                     ) from None
     finally:
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # a second one changes nothing
         for process in processes:
-            process.terminate()
-            process.join()
+            if process.pid is not None:
+                process.terminate()
+                process.join()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
 
 
 def _work(config: SweepConfig, specs: Any, done: Any, device: torch.device, processes: int) -> None:
@@ -198,7 +240,7 @@ def _work(config: SweepConfig, specs: Any, done: Any, device: torch.device, proc
         torch.cuda.set_device(device)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // processes))
     while (spec := specs.get()) is not None:
-        done.put((spec, train_run(config, spec, config.sweep_dir / "runs" / spec.key, device)))
+        done.put((spec, train_run(config, spec, config.sweep_dir / RUNS_FOLDER / spec.key, device)))
 
 
 def _end_with_parent() -> None:

@@ -11,7 +11,7 @@ levels never differs between arms.
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -23,6 +23,7 @@ from models.config import LevelWeightsConfig, MixerName, ModelConfig
 
 LOG_LINEAR = "log_linear_"
 LevelWeightsKind = Literal["fixed", "linear", "adaptive"]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class _Section(BaseModel):
@@ -108,8 +109,17 @@ class GridConfig(_Section):
     d_model: tuple[int, ...] = Field(min_length=1)
     seq_len: tuple[int, ...] = ()
     pairs: tuple[int, ...] = ()
-    peak_lr: tuple[float, ...] = Field(min_length=1)
-    seed: tuple[int, ...] = Field(min_length=1)
+    peak_lr: tuple[Annotated[float, Field(gt=0)], ...] = Field(min_length=1)
+    seed: tuple[Annotated[int, Field(ge=0, lt=2**32)], ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _every_value_once(self) -> "GridConfig":
+        for axis, values in self:
+            # As in the names of the runs' folders, which two runs may not share.
+            names = [f"{value:g}" if isinstance(value, float) else value for value in values]
+            if len(set(names)) != len(names):
+                raise ValueError(f"{axis} repeats a value: got {names}; expected each once")
+        return self
 
 
 class SweepTraining(_Section):
@@ -127,7 +137,7 @@ class SweepTraining(_Section):
     """listed: segments one after the other, rows in their order, as Zoology's loader does."""
     schedule: Literal["constant", "cosine", "cosine-by-epoch"] = "constant"
     """To 0 at the end of the run; by epoch: one learning rate for each epoch."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
     weight_decay: float = Field(default=0.1, ge=0)
     clip_norm: float | None = Field(default=None, gt=0)
     score_every_steps: int = Field(ge=1)
@@ -262,7 +272,13 @@ class SweepConfig(_Section):
             ValueError: its settings do not fit each other.
         """
         settings = dict(self.model)
-        level_weights = dict(settings.pop("level_weights", {}))
+        level_weights = settings.pop("level_weights", {})
+        if not isinstance(level_weights, dict):
+            raise ValueError(
+                f"model.level_weights is wrong: got {level_weights!r}; expected settings as a "
+                "mapping"
+            )
+        level_weights = dict(level_weights)
         if spec.level_weights is not None:
             level_weights["kind"] = spec.level_weights
         return ModelConfig.model_validate(

@@ -5,14 +5,15 @@ Logits are taken at the labelled positions only, which are a few of each row: at
 
 A run's folder, RUNS below the sweep's:
 
-    state.pt       weights, optimizer and history at the last scoring; gone when the run is complete
-    model/         a model directory, for `python -m eval`
-    result.json    written last
+    state.safetensors   weights, AdamW's moments and, as JSON, the history at the last scoring; gone
+                        when the run is complete
+    model/              a model directory, for `python -m eval`
+    result.json         written last
 """
 
-import io
 import json
 import math
+import sys
 import time
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
@@ -22,6 +23,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as as_safetensors
 from torch import Tensor
 from torch.optim import AdamW
 
@@ -33,9 +36,11 @@ from models.initialize import initialize
 from models.language_model import LanguageModel
 from models.parameter_groups import decays
 from models.weights import save_model
+from pretrain.errors import Refused
+from pretrain.same_run import leaves
 from pretrain.sweep_config import Cell, RunSpec, SweepConfig
 
-RESULT_NAME, STATE_NAME, MODEL_FOLDER = "result.json", "state.pt", "model"
+RESULT_NAME, STATE_NAME, MODEL_FOLDER = "result.json", "state.safetensors", "model"
 SCORE_TOKENS = 65_536  # tokens of one forward pass while scoring
 
 
@@ -163,7 +168,8 @@ class SweepRun:
         result = self._result()
         save_model(self.folder / MODEL_FOLDER, self.model.state_dict(), self.model.config)
         write_atomically(self.folder / RESULT_NAME, json.dumps(result, indent=1).encode())
-        (self.folder / STATE_NAME).unlink(missing_ok=True)
+        for path in self.folder.glob(f"{STATE_NAME}*"):  # also what a killed worker left half
+            path.unlink()
         return result
 
     def _batch(self, step: int) -> Batch:
@@ -269,40 +275,96 @@ class SweepRun:
         }
 
     def _save_state(self) -> None:
-        state = {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+        tensors = {f"model.{name}": value for name, value in self.model.state_dict().items()}
+        for number, moments in self.optimizer.state_dict()["state"].items():
+            tensors |= {f"optimizer.{number}.{name}": value for name, value in moments.items()}
+        facts = {
             "history": json.dumps(asdict(self.history)),
-            "identity": json.dumps(self.config.identity(self.spec), sort_keys=True),
+            "identity": json.dumps(self.config.identity(self.spec)),
         }
-        content = io.BytesIO()
-        torch.save(state, content)
+        content = as_safetensors({n: t.contiguous() for n, t in tensors.items()}, metadata=facts)
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.folder / STATE_NAME, content.getvalue())
+        write_atomically(self.folder / STATE_NAME, content)
 
     def _load_state(self) -> None:
         path = self.folder / STATE_NAME
         if not path.is_file():
             return
-        state = torch.load(path, weights_only=True, map_location=self.device)
-        if state["identity"] != json.dumps(self.config.identity(self.spec), sort_keys=True):
-            return  # of other settings: this run starts from its beginning
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.history = History(**json.loads(state["history"]))
+        try:
+            with safe_open(path, framework="pt") as file:
+                facts = file.metadata()
+                if json.loads(facts["identity"]) != plain(self.config.identity(self.spec)):
+                    raise ValueError("the state of other settings")
+                history = History(**json.loads(facts["history"]))
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError, ValueError, TypeError, KeyError) as error:
+            print(
+                f"warning: {path} is no state of a run: got {' '.join(str(error).split())}; the "
+                "run starts from its beginning",
+                file=sys.stderr,
+                flush=True,
+            )
+            return
+        weights: dict[str, Tensor] = {}
+        moments: dict[int, dict[str, Tensor]] = {}
+        for name, tensor in tensors.items():
+            kind, rest = name.split(".", 1)
+            if kind == "model":
+                weights[rest] = tensor
+            else:
+                number, moment = rest.split(".", 1)
+                moments.setdefault(int(number), {})[moment] = tensor
+        self.model.load_state_dict(weights)
+        # The groups are this run's own: their settings are part of its identity.
+        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": moments})
+        self.history = history
 
 
 def finished_result(config: SweepConfig, spec: RunSpec, folder: Path) -> dict[str, Any] | None:
-    """The result of a complete run; None where there is none of this identity."""
-    path = folder / RESULT_NAME
-    if not path.is_file():
-        return None
+    """The result of a complete run; None where it is not complete.
+
+    Raises:
+        Refused: the folder holds this run, complete or not, with other settings.
+    """
     try:
-        result = json.loads(path.read_bytes())
-    except ValueError:
+        result = json.loads((folder / RESULT_NAME).read_bytes())
+    except (FileNotFoundError, ValueError):
+        result = None  # none yet, or damaged: it is run again
+    if not isinstance(result, dict) or not isinstance(result.get("identity"), dict):
+        result = None
+    found = result["identity"] if result is not None else _identity_of_state(folder)
+    if found is not None:
+        _refuse_other_settings(folder, found, plain(config.identity(spec)))
+    return result
+
+
+def plain(tree: dict[str, Any]) -> dict[str, Any]:
+    """As it comes back from a JSON file."""
+    return dict(json.loads(json.dumps(tree)))
+
+
+def _identity_of_state(folder: Path) -> dict[str, Any] | None:
+    """Whose state the folder holds; None where it has none, or a damaged one."""
+    try:
+        with safe_open(folder / STATE_NAME, framework="pt") as file:
+            identity = json.loads(file.metadata()["identity"])
+    except (SafetensorError, OSError, ValueError, TypeError, KeyError):
         return None
-    same = json.loads(json.dumps(config.identity(spec)))
-    return result if isinstance(result, dict) and result.get("identity") == same else None
+    return identity if isinstance(identity, dict) else None
+
+
+def _refuse_other_settings(folder: Path, there: dict[str, Any], now: dict[str, Any]) -> None:
+    old, new = leaves(there), leaves(now)
+    changed = [
+        f"{name}: there {old.get(name)}, now {new.get(name)}"
+        for name in dict.fromkeys([*new, *old])
+        if old.get(name) != new.get(name)
+    ]
+    if changed:
+        raise Refused(
+            f"{folder} holds a run with other settings: {'; '.join(changed)}; choose another "
+            "sweep_dir"
+        )
 
 
 def train_run(

@@ -52,6 +52,7 @@ def test_run_folder_is_evaluated_without_conversion(
         (("--tasks", "perplexity", "--dataset", "/nowhere"), "/nowhere"),
         (("--tasks", "wikitext"), "add --wikitext FILE"),
         (("--tasks", "mqar"), "add --dataset DATASET"),
+        (("--tasks", "niah", "--seed", "-1"), "--seed is out of range: got -1; expected 0 to"),
     ],
 )
 def test_user_errors_are_one_line_and_exit_code_2(
@@ -239,3 +240,16 @@ def test_checkpoint_knows_the_rows_it_was_trained_on(monkeypatch, capsys, tmp_pa
     (results,) = tmp_path.glob("eval/*/results.json")
     for result in json.loads(results.read_text())["results"]:
         assert result["settings"]["trained_length"] == 512
+
+
+def test_rows_of_a_data_set_are_cut_to_those_of_the_training(
+    monkeypatch, tmp_path, model_dir, dataset
+):
+    folder = step_folder(tmp_path, 1)
+    shutil.copytree(model_dir, folder, ignore=shutil.ignore_patterns("eval"))
+    write_manifest(folder, {"step": 1, "config": {"data": {"seq_len": 16}}})
+    assert run(monkeypatch, tmp_path, "--tasks", "perplexity", "--dataset", dataset) in (0, None)
+    (results,) = tmp_path.glob("eval/*/results.json")
+    for result in json.loads(results.read_text())["results"]:
+        assert result["settings"]["row_tokens"] == 16
+        assert "trained_length" not in result["settings"]

@@ -2,6 +2,7 @@ import errno
 import lzma
 import math
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -92,9 +93,30 @@ def test_other_tokenizer_is_refused_with_both_hashes(subject, uniform, tokenizer
         check(model, Options(dataset=dataset))
 
 
-def test_rows_longer_than_the_model_are_refused(subject, uniform, tokenizer, dataset):
-    with pytest.raises(ValueError, match="got 64 tokens; expected at most .* 32"):
-        check(subject(uniform(tokenizer.vocab_size)), Options(dataset=dataset))
+def test_rows_longer_than_the_trained_length_are_cut_to_it(subject, uniform, tokenizer, dataset):
+    results = {}
+    for trained, read in ((16, 16), (None, 64)):
+        model = uniform(tokenizer.vocab_size)
+        made = replace(subject(model, max_seq_len=64), trained_length=trained)
+        check(made, Options(dataset=dataset))
+        results[trained] = by_metric(perplexity(made, Options(dataset=dataset)))
+        assert model.longest_input == read
+    cut, whole = results[16]["nll_per_token"], results[None]["nll_per_token"]
+    assert (cut.settings["row_tokens"], cut.settings["cut_from_row_tokens"]) == (16, 64)
+    assert "cut_from_row_tokens" not in whole.settings
+    assert cut.count == whole.count  # every label, in a cut too
+    assert cut.settings["bytes"] == whole.settings["bytes"]
+    assert cut.value == pytest.approx(whole.value, rel=1e-6)
+    asked = replace(made, trained_length=16, beyond_trained=True)
+    (mark,) = {r.settings["trained_length"] for r in perplexity(asked, Options(dataset=dataset))}
+    assert mark == 16
+
+
+def test_rows_that_cannot_be_cut_to_the_trained_length_are_refused(
+    subject, uniform, tokenizer, dataset
+):
+    with pytest.raises(ValueError, match="got 64 tokens; expected a multiple of 24; pack"):
+        check(subject(uniform(tokenizer.vocab_size), max_seq_len=24), Options(dataset=dataset))
 
 
 def test_window_longer_than_the_model_is_refused(subject, uniform, tokenizer, tmp_path):

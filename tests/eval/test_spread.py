@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -67,6 +68,19 @@ def test_what_fails_in_a_worker_is_one_line(tmp_path):
     assert results == []
     assert problem is not None
     assert "gone is not a folder" in problem
+
+
+@pytest.mark.parametrize("address", ["localhost:{free}", "nowhere"])
+def test_address_where_nothing_answers_is_refused_at_once(address):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))  # bound and not listening: nobody else takes it
+        address = address.format(free=probe.getsockname()[1])
+        with (
+            pytest.raises(ValueError, match=f"got (--address )?{address}.*; expected") as error,
+            spread.connected(address, 0, 1),
+        ):
+            pass
+    assert len(str(error.value).splitlines()) == 1
 
 
 def test_combinations_that_mean_nothing_are_refused(model_dir):

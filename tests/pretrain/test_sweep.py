@@ -1,5 +1,8 @@
 import json
+import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -10,8 +13,17 @@ import torch
 import yaml
 
 from models.weights import load_model
+from pretrain.sweep import LOCK_NAME
 from pretrain.sweep_config import load_sweep
-from pretrain.sweep_run import RESULT_NAME, STATE_NAME, SweepRun, drawn, logits_at, train_run
+from pretrain.sweep_run import (
+    RESULT_NAME,
+    STATE_NAME,
+    SweepRun,
+    drawn,
+    finished_result,
+    logits_at,
+    train_run,
+)
 from pretrain.sweep_table import markdown, published, summaries
 
 ROOT = Path(__file__).parent.parent.parent
@@ -105,12 +117,13 @@ def test_a_run_broken_off_goes_on_to_the_same_bits(tmp_path):
     again = SweepRun(config, spec, tmp_path / "broken", CPU)
     assert again.history.step == 4
     del broken
+    (tmp_path / "broken" / f"{STATE_NAME}.1.tmp").touch()  # killed while it wrote
     resumed = train_run(config, spec, tmp_path / "broken", CPU)
     assert {**resumed, "seconds": 0} == {**whole, "seconds": 0}
     one, two = (load_model(tmp_path / name / "model") for name in ("whole", "broken"))
     for a, b in zip(one.parameters(), two.parameters(), strict=True):
         assert torch.equal(a, b)
-    assert not (tmp_path / "broken" / STATE_NAME).exists()
+    assert sorted(p.name for p in (tmp_path / "broken").iterdir()) == ["model", RESULT_NAME]
 
 
 def test_logits_at_labels_are_those_of_the_whole_model(tmp_path):
@@ -274,13 +287,99 @@ def test_published_numbers_stand_beside_their_own_arm_only():
         ({"model": {"attention": {"num_heads": 3}}}, "num_heads=3 does not divide d_model=16"),
         ({"training": {"epochs": 3}}, "needs one of epochs and total_steps: got 3 and 8"),
         ({"lanes": 3}, "unknown setting: got lanes"),
+        ({"model": {"level_weights": 3}}, "model.level_weights is wrong: got 3; expected settings"),
         ({"task": {"variant": "s4"}}, "unknown variant of MQAR: got s4"),
+        ({"grid": {"peak_lr": [-1]}}, "grid.peak_lr.0 is wrong: got -1; expected greater than 0"),
+        ({"grid": {"seed": [-1]}}, "grid.seed.0 is wrong: got -1; expected greater than or equal"),
+        ({"grid": {"seed": [0, 0]}}, "seed repeats a value: got [0, 0]; expected each once"),
+        ({"grid": {"peak_lr": [0.1, 0.10000001]}}, "peak_lr repeats a value: got ['0.1', '0.1']"),
+        ({"training": {"betas": [2, 0.9]}}, "training.betas.0 is wrong: got 2; expected less than"),
     ],
 )
 def test_mistakes_are_one_line(tmp_path, changes, message):
-    with pytest.raises(ValueError, match=message.replace("(", r"\(")) as error:
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
         sweep(tmp_path, **changes)
     assert len(str(error.value).splitlines()) == 1
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("complete", [True, False], ids=["complete", "broken off"])
+def test_other_settings_in_the_folder_of_a_sweep_are_refused_and_nothing_is_touched(
+    tmp_path, complete
+):
+    config = sweep(tmp_path)
+    spec = config.runs()[0]
+    folder = config.sweep_dir / "runs" / spec.key
+    (config.sweep_dir / LOCK_NAME).parent.mkdir()
+    (config.sweep_dir / LOCK_NAME).touch()
+    run = SweepRun(config, spec, folder, CPU)
+    while run.history.step < 2 or (complete and not run.complete):
+        run.advance()
+    if complete:
+        run.finish()
+    assert (folder / RESULT_NAME).exists() == complete
+    before = contents(config.sweep_dir)
+    sweep(tmp_path, training={"total_steps": 16})
+    done = command(tmp_path / "sweep.yaml", "--device", "cpu")
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"error: {folder} holds a run with other settings: training.total_steps: there 8, now 16; "
+        "choose another sweep_dir\n"
+    )
+    assert contents(config.sweep_dir) == before
+
+
+def test_a_folder_of_something_else_is_refused_and_nothing_is_touched(tmp_path):
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "page.md").write_text("mine")
+    sweep(tmp_path)
+    done = command(tmp_path / "sweep.yaml", "--sweep-dir", tmp_path / "docs")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: sweep_dir holds files of something else: got ")
+    assert len(done.stderr.splitlines()) == 1
+    assert contents(tmp_path / "docs") == {tmp_path / "docs" / "page.md": b"mine"}
+
+
+@pytest.mark.parametrize("junk", [b"", b"junk", b"\x02" + bytes(7) + b"{}"])
+def test_a_state_that_is_junk_is_named_and_the_run_starts_anew(tmp_path, capsys, junk):
+    config = sweep(tmp_path)
+    spec = config.runs()[0]
+    (tmp_path / STATE_NAME).write_bytes(junk)
+    assert finished_result(config, spec, tmp_path) is None
+    assert SweepRun(config, spec, tmp_path, CPU).history.step == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"warning: {tmp_path / STATE_NAME} is no state of a run: got ")
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "workers"),
+    [(signal.SIGINT, 130, 1), pytest.param(signal.SIGTERM, 143, 2, marks=pytest.mark.slow)],
+)
+def test_signal_ends_a_sweep_in_one_line_and_the_same_command_goes_on(
+    tmp_path, number, code, workers
+):
+    sweep(tmp_path, training={"total_steps": 100_000, "stop_accuracy": None})
+    argv = [sys.executable, "-m", "pretrain", "sweep", str(tmp_path / "sweep.yaml")]
+    parent = subprocess.Popen(
+        [*argv, "--device", "cpu", "--workers", str(workers)],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 200
+    while len(list((tmp_path / "sweep").glob(f"runs/*/{STATE_NAME}"))) < workers:
+        assert time.monotonic() < deadline
+        assert parent.poll() is None
+        time.sleep(0.1)
+    os.killpg(parent.pid, number)  # a terminal's Ctrl-C reaches every process
+    _, errors = parent.communicate(timeout=200)
+    assert errors == f"stopped by {number.name}: start the same command again to go on\n"
+    assert parent.returncode == code
 
 
 def test_command_refuses_in_one_line_with_exit_code_2(tmp_path):
