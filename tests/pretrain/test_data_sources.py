@@ -110,7 +110,11 @@ def test_rows_of_a_damaged_shard_stop_the_run_or_count_for_nothing(
     shard.write_bytes(shard.read_bytes()[:-1] + b"?")
     for setting in ("stop", "skip"):
         config = config_of(settings, dataset=folder, damaged_shards=setting)
-        batches = training_batches(training_rows(config.data), config, 0, 1, 0)
+        if setting == "skip":
+            with pytest.raises(ValueError, match=f"no training shard of {folder} can be read: "):
+                training_rows(config.data)
+        rows = TrainingRows(folder, "train", 32, damaged=config.data.damaged_shards)
+        batches = training_batches(rows, config, 0, 1, 0)
         if setting == "stop":
             with pytest.raises(
                 TrainingFailed, match=rf"{shard.name} is damaged: .*expected sha256"
