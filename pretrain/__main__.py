@@ -12,11 +12,16 @@ stopped by SIGTERM / SIGINT / SIGUSR1 / training.time_limit_minutes after a chec
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+if is_quiet := (
+    __name__ == "__main__"
+    and threading.current_thread() is threading.main_thread()
+    and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+):
     # The imports below take seconds, and KeyboardInterrupt would end them in a traceback.
     signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
 
@@ -199,6 +204,6 @@ def _print_error(message: str) -> None:
 
 
 if __name__ == "__main__":
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+    if is_quiet:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     app()

@@ -11,7 +11,7 @@ import pytest
 
 from data_prep.shards import IGNORED_LABEL, pack_command, read_manifest
 from data_prep.tokenizer import train_tokenizer
-from data_prep.training_rows import MixedRows
+from data_prep.training_rows import MixedRows, TrainingRows
 from pretrain.config import RunConfig, checked_manifest
 from pretrain.data import training_batches, training_rows
 from pretrain.errors import TrainingFailed
