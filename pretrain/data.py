@@ -99,8 +99,8 @@ def _refuse_unreadable(rows: Rows) -> None:
         else:
             return
     raise ValueError(
-        f"no training shard of {rows.dataset} can be read: {error}; expected at least one with "
-        "data.damaged_shards=skip; restore the files or prepare the data set anew"
+        f"no training shard of {rows.dataset} can be read: {error}; "
+        "data.damaged_shards=skip needs one that can"
     )
 
 
