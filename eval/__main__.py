@@ -5,10 +5,21 @@ checkpoints and model directories; `compare` puts models side by side, `selftest
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import sys
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
+
+if is_quiet := (
+    __name__ == "__main__"
+    and threading.current_thread() is threading.main_thread()
+    and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+):
+    # The imports below take seconds, and KeyboardInterrupt would end them in a traceback.
+    signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
 
 import torch
 import typer
@@ -266,4 +277,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if is_quiet:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     main()

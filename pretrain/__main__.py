@@ -10,10 +10,20 @@ stopped by SIGTERM / SIGINT / SIGUSR1 / training.time_limit_minutes after a chec
 """
 
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
+
+if is_quiet := (
+    __name__ == "__main__"
+    and threading.current_thread() is threading.main_thread()
+    and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+):
+    # The imports below take seconds, and KeyboardInterrupt would end them in a traceback.
+    signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
 
 import typer
 from rich.console import Console
@@ -21,6 +31,7 @@ from typer.core import TyperGroup
 
 from pretrain import train as training
 from pretrain.bench import measure_overhead
+from pretrain.checkpoint import check_config_place
 from pretrain.compare import compare_runs
 from pretrain.config import load_config
 from pretrain.distributed import World, start_world, stop_world
@@ -157,6 +168,7 @@ def _plan(config: Path, overrides: list[str], ranks: int | None) -> None:
     console = Console(highlight=False, soft_wrap=True)
     try:
         settings = load_config(config, overrides)
+        check_config_place(settings, config)
         print_dry_run(settings, ranks or ranks_of_environment(), console)
     except (OSError, ValueError) as error:
         _print_error(str(error))
@@ -195,4 +207,6 @@ def _print_error(message: str) -> None:
 
 
 if __name__ == "__main__":
+    if is_quiet:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     app()

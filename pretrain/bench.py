@@ -85,6 +85,7 @@ def _bench_config(config: RunConfig, run_dir: Path, updates: int) -> RunConfig:
     tree["checkpoint"]["every_steps"] = updates
     tree["logging"]["statistics_every_steps"] = None
     tree["batch"]["stages"] = []
+    tree["profile"]["steps"] = None
     return RunConfig.model_validate(tree)
 
 

@@ -35,6 +35,7 @@ from models.checkpoint_directory import (
 )
 from pretrain import watchdog
 from pretrain.config import STOP_FILE, RunConfig, check_run_dir, dump_config
+from pretrain.metrics import LOG_NAME
 from pretrain.same_run import refuse_other_run
 
 CONFIG_NAME = "config.yaml"
@@ -74,6 +75,22 @@ class Start:
     health: dict[str, Any] | None = None
     notes: list[str] = field(default_factory=list)
     """One line for each newer checkpoint that was passed over, and why."""
+
+
+def check_config_place(config: RunConfig, config_path: Path) -> None:
+    """ValueError where the run would write its config.yaml over the different file it is read from.
+
+    The config.yaml that a run wrote may be read to go on with it: nothing of it changes.
+    """
+    own = config.run_dir / CONFIG_NAME
+    if not (own.is_file() and config_path.samefile(own)):
+        return
+    if own.read_bytes() != dump_config(config).encode():
+        raise ValueError(
+            f"the run would overwrite the config that it reads: got {config_path} in "
+            f"run_dir={config.run_dir}; expected a file elsewhere; move or rename it, or choose "
+            "another run_dir"
+        )
 
 
 def find_start(config: RunConfig, manifest: Manifest) -> Start:
@@ -131,20 +148,19 @@ def open_run_folder(config: RunConfig) -> None:
     """
     try:
         config.run_dir.mkdir(parents=True, exist_ok=True)
-        write_atomically(config.run_dir / CONFIG_NAME, dump_config(config).encode())
-    except OSError as error:
-        raise ValueError(
-            f"run_dir cannot be written: got {config.run_dir}: {error.strerror}; expected a folder "
-            "with room that you may write to; choose another run_dir or make room"
-        ) from None
-    # Held open on purpose: the lock ends with the process, however that ends.
-    lock = os.open(config.run_dir / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
+        # Held open on purpose: the lock ends with the process, however that ends.
+        lock = os.open(config.run_dir / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o644)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        write_atomically(config.run_dir / CONFIG_NAME, dump_config(config).encode())
     except BlockingIOError:
         raise ValueError(
             f"run_dir is in use: got {config.run_dir}; expected a run that nobody else trains; "
             "wait for that one or choose another run_dir"
+        ) from None
+    except OSError as error:
+        raise ValueError(
+            f"run_dir cannot be written: got {config.run_dir}: {error.strerror}; expected a folder "
+            "with room that you may write to; choose another run_dir or make room"
         ) from None
     # Of a stop that came when nothing ran any more; asked for from now on, it counts.
     (config.run_dir / STOP_FILE).unlink(missing_ok=True)
@@ -159,6 +175,8 @@ def seed_step(seed: int, step: int, rank: int) -> None:
 
 def _is_foreign(folder: Path) -> bool:
     """Whether a folder holds something, but not a run."""
-    names = [path.name for path in folder.iterdir()]
-    # A kill in the first moments leaves a temporary config.yaml.
-    return CONFIG_NAME not in names and not all(name.startswith(CONFIG_NAME) for name in names)
+    names = {path.name for path in folder.iterdir()}
+    if CONFIG_NAME in names:  # a name that many programs use
+        return names.isdisjoint((LOCK_NAME, LOG_NAME, CHECKPOINTS_FOLDER))
+    # A kill in the first moments leaves the lock and a temporary config.yaml.
+    return not all(name == LOCK_NAME or name.startswith(CONFIG_NAME) for name in names)

@@ -179,10 +179,33 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     for override in overrides:
         tree = _merge(tree, _parse_override(override))
     try:
-        return RunConfig.model_validate(tree)
+        config = RunConfig.model_validate(tree)
     except ValidationError as error:
         lines = dict.fromkeys(_one_line(details) for details in error.errors())
         raise ValueError("\n".join(lines)) from None
+    _check_wishes(config)
+    return config
+
+
+def _check_wishes(config: RunConfig) -> None:
+    """ValueError where a setting asks for what can never happen.
+
+    Not among the rules of RunConfig: a checkpoint that was written with it stays readable.
+    """
+    names = set(setting_names())
+    for name in config.checkpoint.allow_changed:
+        if name not in names:
+            near = _nearest(name)
+            raise ValueError(
+                f"checkpoint.allow_changed names no setting: got {name}; expected names like "
+                "optimizer.clip_norm" + (f"; did you mean {near}?" if near else "")
+            )
+    bounds, total = config.profile.bounds, config.training.total_steps
+    if bounds is not None and bounds[0] > total:
+        raise ValueError(
+            f"profile.steps begins after the last update: got {config.profile.steps}; expected "
+            f"FIRST-LAST with FIRST at most training.total_steps={total}; lower it"
+        )
 
 
 def dump_config(config: RunConfig) -> str:

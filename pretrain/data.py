@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from data_prep.shards import IGNORED_LABEL, Row
+from data_prep.shards import IGNORED_LABEL, Row, Rows
 from data_prep.training_rows import MixedRows, TrainingRows
 from pretrain.batch_plan import BatchPlan
 from pretrain.config import DataConfig, RunConfig
@@ -63,21 +63,45 @@ AnyRows = TrainingRows | MixedRows
 
 
 def training_rows(data: DataConfig) -> AnyRows:
-    """The rows that a run trains on: of data.dataset, or of several data sets by weight."""
+    """The rows that a run trains on: of data.dataset, or of several data sets by weight.
+
+    Raises:
+        FileNotFoundError, ValueError: they cannot be read; with data.damaged_shards=skip, not one
+            shard of a data set can.
+    """
 
     def rows_of(dataset: Path) -> TrainingRows:
-        return TrainingRows(
+        rows = TrainingRows(
             dataset,
             "train",
             data.seq_len,
             shuffle_shards=data.shuffle_shards,
             damaged=data.damaged_shards,
         )
+        if data.damaged_shards == "skip":
+            _refuse_unreadable(rows.rows)
+        return rows
 
     if not data.mixed_with:
         return rows_of(data.dataset)
     others = [(rows_of(other.dataset), other.weight) for other in data.mixed_with]
     return MixedRows([(rows_of(data.dataset), data.weight), *others])
+
+
+def _refuse_unreadable(rows: Rows) -> None:
+    """ValueError where every shard is missing or damaged."""
+    error: Exception | None = None
+    for end in rows.shard_ends.tolist():
+        try:
+            rows[end - 1]
+        except (ValueError, OSError) as caught:
+            error = error or caught
+        else:
+            return
+    raise ValueError(
+        f"no training shard of {rows.dataset} can be read: {error}; "
+        "data.damaged_shards=skip needs one that can"
+    )
 
 
 def rows_between(first: int, count: int, rows: AnyRows, shuffle_seed: int) -> list[int]:

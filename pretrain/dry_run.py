@@ -2,7 +2,6 @@
 
 import os
 
-import torch
 from rich.console import Console
 
 from models.accounting import flops_per_token, parameter_count
@@ -25,7 +24,8 @@ def print_dry_run(config: RunConfig, ranks: int, console: Console) -> None:
     manifest = checked_manifest(config, ranks)
     start = checkpoint.find_start(config, manifest)
     split = manifest.splits["train"]
-    for line in plan_lines(config, len(training_rows(config.data)), ranks, torch.device("meta")):
+    num_rows = len(training_rows(config.data))
+    for line in plan_lines(config, num_rows, ranks, config.parallel.device):
         console.print(line)
     identity = manifest.tokenizer_sha256 or "none"
     console.print(

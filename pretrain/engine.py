@@ -41,7 +41,7 @@ NO_CLIPPING = 1e30
 class Update:
     """What one update did.
 
-    loss: nats per valid token of the global batch, before the update.
+    loss: nats per valid token of the global batch, before the update; NaN where it has none.
     grad_norm: global L2 norm of the gradient, before clipping.
     verdict: whether parameters changed.
     votes: sum over ranks of what each passed to `update`.
@@ -163,18 +163,19 @@ class Engine:
                 self._engine.step()
         with self.clock.phase("step"):
             total, *votes = self.world.sum([loss_sum.item(), *votes])
-            loss = total / max(valid_tokens, 1)
-            verdict, grad_norm, squares = self._step(loss, health, with_group_norms)
+            loss = total / valid_tokens if valid_tokens else math.nan
+            verdict, grad_norm, squares = self._step(loss, valid_tokens, health, with_group_norms)
         return Update(loss, grad_norm, verdict, votes, self._norms(squares, grad_norm))
 
     def _step(
-        self, loss: float, health: Health, with_group_norms: bool
+        self, loss: float, valid_tokens: float, health: Health, with_group_norms: bool
     ) -> tuple[Verdict, float, dict[str, Tensor]]:
         squares: dict[str, Tensor] = {}
         self._optimizer.squared_norms = squares if with_group_norms else None
         # At ZeRO-0 DeepSpeed keeps no norm: taken here, between reduction and clipping.
         grad_norm = self._reduced_grad_norm() if self._zero_stage == 0 else math.nan
-        verdict = health.judge(loss, self._zero_stage > 0 or math.isfinite(grad_norm))
+        grad_is_finite = self._zero_stage > 0 or math.isfinite(grad_norm)
+        verdict = health.judge(loss, grad_is_finite, valid_tokens)
         self._optimizer.skip = verdict.is_skipped
         self._engine.step()
         if self._zero_stage > 0:
@@ -203,6 +204,8 @@ class Engine:
     ) -> float | None:
         """Nats per valid token over all ranks' micro-batches; None where `go_on` broke it off.
 
+        NaN where no label counts.
+
         Args:
             go_on: asked before every micro-batch, with the same answer on every rank.
         """
@@ -215,7 +218,7 @@ class Engine:
             loss_sum += self._loss(batch)[1]
             valid_tokens += batch.valid_tokens
         total, count = self.world.sum([loss_sum.item(), valid_tokens])
-        return total / max(count, 1)
+        return total / count if count else math.nan
 
     @torch.no_grad()
     def statistics(self, batch: MicroBatch) -> Statistics:

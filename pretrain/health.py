@@ -1,5 +1,6 @@
 """Is this update one to take? A rule over agreed numbers, so that all ranks decide alike.
 
+    empty         no label of any rank counts: the update is skipped
     not finite    loss or gradient norm on any rank: the update is skipped
     spike         loss > mean + deviations * standard deviation of the latest taken losses
 
@@ -24,10 +25,23 @@ class Verdict(Enum):
     SPIKE = "taken, although its loss is a spike"
     SKIP_SPIKE = "skipped: its loss is a spike"
     SKIP_NOT_FINITE = "skipped: loss or gradient is not finite"
+    SKIP_EMPTY = "skipped: none of its labels counts"
 
     @property
     def is_skipped(self) -> bool:
-        return self in (Verdict.SKIP_SPIKE, Verdict.SKIP_NOT_FINITE)
+        return self in (Verdict.SKIP_SPIKE, Verdict.SKIP_NOT_FINITE, Verdict.SKIP_EMPTY)
+
+
+_CALMER = "lower optimizer.peak_lr or lengthen schedule.warmup_steps"
+_SKIPS = {
+    Verdict.SKIP_SPIKE: ("is a loss spike", _CALMER),
+    Verdict.SKIP_NOT_FINITE: ("is not finite", _CALMER),
+    Verdict.SKIP_EMPTY: (
+        "has no label that counts",
+        "look at the labels of the data set, and restore its damaged shards if it has some",
+    ),
+}
+"""What is wrong, and what to do."""
 
 
 class Health:
@@ -49,8 +63,10 @@ class Health:
         """JSON values; floats come back to the last bit."""
         return {"losses": list(self.losses), "consecutive_skips": self.consecutive_skips}
 
-    def judge(self, loss: float, grad_is_finite: bool = True) -> Verdict:
+    def judge(self, loss: float, grad_is_finite: bool = True, valid_tokens: float = 1) -> Verdict:
         """The verdict on an update with this loss; changes nothing."""
+        if not valid_tokens:
+            return Verdict.SKIP_EMPTY
         if not (math.isfinite(loss) and grad_is_finite):
             return Verdict.SKIP_NOT_FINITE
         if self.settings.spike_action == "off" or not self._is_spike(loss):
@@ -77,11 +93,10 @@ class Health:
                 on_all_ranks=True,
             )
         if self.consecutive_skips >= self.settings.max_consecutive_skips:
-            what = "is not finite" if verdict is Verdict.SKIP_NOT_FINITE else "is a loss spike"
+            what, remedy = _SKIPS[verdict]
             raise TrainingFailed(
                 f"step {step} {what}: {numbers}; {self.consecutive_skips} updates in a row were "
-                "skipped (health.max_consecutive_skips) and nothing of them was saved; lower "
-                "optimizer.peak_lr or lengthen schedule.warmup_steps",
+                f"skipped (health.max_consecutive_skips) and nothing of them was saved; {remedy}",
                 on_all_ranks=True,
             )
 

@@ -48,9 +48,6 @@ class Metrics:
         device: this rank's device.
         resumed_step: step that the run goes on from; what was written beyond it is dropped.
         console: where log lines go.
-
-    Raises:
-        ValueError: logging.wandb_project is set and wandb is not installed.
     """
 
     def __init__(
@@ -252,18 +249,26 @@ def _progress_bar(config: RunConfig, console: Console) -> Progress | None:
     return bar
 
 
+def check_wandb(config: RunConfig) -> None:
+    """ValueError where logging.wandb_project is set and wandb is not installed."""
+    if config.logging.wandb_project is None:
+        return
+    try:
+        import wandb  # noqa: F401
+    except ImportError:
+        raise ValueError(
+            f"logging.wandb_project needs wandb: got {config.logging.wandb_project}; expected an "
+            "environment with it; pip install wandb, or set logging.wandb_project=null"
+        ) from None
+
+
 def _wandb_run(config: RunConfig) -> Any:
     """A run of Weights & Biases that goes on when this one does; None where none is asked for."""
     project = config.logging.wandb_project
     if project is None:
         return None
-    try:
-        import wandb
-    except ImportError:
-        raise ValueError(
-            f"logging.wandb_project needs wandb: got {project}; expected an environment with it; "
-            "pip install wandb, or set logging.wandb_project=null"
-        ) from None
+    import wandb
+
     identity = hashlib.sha256(str(config.run_dir.resolve()).encode()).hexdigest()[:16]
     return wandb.init(
         project=project,

@@ -10,10 +10,11 @@ from pretrain.config import RunConfig
 from pretrain.optimizer import parameter_table
 
 
-def plan_lines(
-    config: RunConfig, num_rows: int, world_size: int, device: torch.device
-) -> list[str]:
+def plan_lines(config: RunConfig, num_rows: int, world_size: int, device: str) -> list[str]:
     """The lines of a start, for `num_rows` training rows of data.seq_len tokens.
+
+    Args:
+        device: cpu or cuda; auto where it is not known yet.
 
     Raises:
         ValueError: a parameter of the model has no class.
@@ -30,7 +31,7 @@ def plan_lines(
         f"{config.model.num_layers} layers, {config.model.num_levels} levels",
         f"data {config.data.dataset}: {num_rows:,} rows of {config.data.seq_len} tokens; "
         f"run of {total_tokens:,} tokens = {epochs:.2f} epochs",
-        f"{world_size} x {device.type}, ZeRO-{config.parallel.zero_stage}; "
+        f"{world_size} x {device}, ZeRO-{config.parallel.zero_stage}; "
         f"{micro_batches} x {config.batch.micro_batch_rows} rows an update and rank",
     ]
     lines += [

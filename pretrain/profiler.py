@@ -28,10 +28,15 @@ class Profiler:
 
     def step_ends(self, step: int) -> None:
         """Writes RUN/profile/steps-FIRST-LAST.json after the last of them."""
-        if self._running is None or self._bounds is None or step != self._bounds[1]:
+        if self._bounds and step == self._bounds[1]:
+            self.close(step)
+
+    def close(self, step: int) -> None:
+        """Writes the trace that is under way, if one is: `step` was its last update."""
+        if self._running is None or self._bounds is None:
             return
         self._running.stop()
         self._folder.mkdir(parents=True, exist_ok=True)
-        first, last = self._bounds
-        self._running.export_chrome_trace(str(self._folder / f"steps-{first}-{last}.json"))
+        path = self._folder / f"steps-{self._bounds[0]}-{step}.json"
+        self._running.export_chrome_trace(str(path))
         self._running = None

@@ -93,10 +93,16 @@ def refuse_other_run(
     if not left:
         return
     lawful = ",".join(name for name in left if _is_lawful(name))
+    if folder == config.training.branch_from:
+        what = f"training.branch_from is of a run with other settings: got {folder}: "
+        remedy = "; choose another checkpoint or take these back"
+    else:
+        what = f"{config.run_dir} holds a run with other settings ({folder.name}): "
+        remedy = "; choose another run_dir or take these back"
     raise ValueError(
-        f"{config.run_dir} holds a run with other settings ({folder.name}): "
+        what
         + "; ".join(left.values())
-        + "; choose another run_dir or take these back"
+        + remedy
         + (f", or allow what may change: checkpoint.allow_changed=[{lawful}]" if lawful else "")
     )
 

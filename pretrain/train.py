@@ -19,7 +19,7 @@ from pretrain.engine import Engine
 from pretrain.errors import TrainingFailed
 from pretrain.health import Health, Verdict
 from pretrain.interrupt import REASONS, Interrupt, exit_code, reason_of
-from pretrain.metrics import LOG_NAME, Metrics
+from pretrain.metrics import LOG_NAME, Metrics, check_wandb
 from pretrain.plan import plan_lines
 from pretrain.profiler import Profiler
 from pretrain.saver import Saver
@@ -54,6 +54,7 @@ def train(config_path: Path, overrides: Sequence[str], world: World) -> int:
     config = world.agree(lambda: load_config(config_path, overrides))
     device = world.agree(lambda: choose_device(config.parallel.device, world.local_rank))
     manifest = world.agree(lambda: checked_manifest(config, world.size))
+    world.on_rank_0(lambda: checkpoint.check_config_place(config, config_path))
     start = world.on_rank_0(lambda: checkpoint.find_start(config, manifest))
     for note in start.notes:
         console.print(f"warning: {note}")
@@ -70,12 +71,13 @@ def train(config_path: Path, overrides: Sequence[str], world: World) -> int:
         validation_rows = world.agree(
             lambda: TrainingRows(config.data.dataset, "validation", config.data.seq_len)
         )
+    world.on_rank_0(lambda: check_wandb(config))
     world.on_rank_0(lambda: checkpoint.open_run_folder(config))
     interrupt.watch(config.run_dir / STOP_FILE, config.training.time_limit_minutes)
     watchdog = Watchdog(config.run_dir, world.rank, config.health)
 
     # Model and engine: every rank builds the same parameters, DeepSpeed shards them.
-    for line in world.agree(lambda: plan_lines(config, len(rows), world.size, device)):
+    for line in world.agree(lambda: plan_lines(config, len(rows), world.size, device.type)):
         console.print(line)
     model = LanguageModel(config.model)
     if start.folder is None:
@@ -177,6 +179,7 @@ def train(config_path: Path, overrides: Sequence[str], world: World) -> int:
         if code is not None and saved_step != step:
             save(step)
         saver.finish()
+        profiler.close(step)
     except TrainingFailed as error:
         if error.on_all_ranks:
             saver.finish()  # of an earlier update, and sound

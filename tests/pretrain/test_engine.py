@@ -1,5 +1,6 @@
 """DeepSpeed as it is used: equal numbers for every split of the work, fp32 where promised."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,17 +10,19 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from data_prep.shards import IGNORED_LABEL
 from data_prep.training_rows import TrainingRows
 from models.initialize import initialize
 from models.language_model import LanguageModel
 from models.parameter_groups import decays
 from pretrain.config import RunConfig
-from pretrain.data import training_batches
+from pretrain.data import MicroBatch, training_batches
 from pretrain.distributed import World
 from pretrain.engine import Engine, deepspeed_settings
-from pretrain.health import Health
+from pretrain.errors import TrainingFailed
+from pretrain.health import Health, Verdict
 from pretrain.optimizer import build_optimizer
-from pretrain.sections import OptimizerConfig
+from pretrain.sections import HealthConfig, OptimizerConfig
 
 ReadLog = Callable[[Path], list[dict[str, float]]]
 CPU = torch.device("cpu")
@@ -33,6 +36,27 @@ def one_update(settings: dict[str, Any], world: World) -> tuple[Engine, Any]:
     rows = TrainingRows(config.data.dataset, "train", config.data.seq_len)
     batches = next(training_batches(rows, config, 0, 1, first_update=0))
     return engine, engine.update(batches, 1e-3, Health(config.health))
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_an_update_without_a_label_that_counts_is_skipped(
+    settings: dict[str, Any], world: World, stage: int
+) -> None:
+    settings["parallel"]["zero_stage"] = stage
+    engine, _ = one_update(settings, world)
+    before = engine.full_weights()
+    row = torch.ones(1, 32, dtype=torch.long)
+    empty = MicroBatch(row, torch.full_like(row, IGNORED_LABEL), cu_seqlens=None)
+    health = Health(HealthConfig(max_consecutive_skips=2))
+    update = engine.update([empty, empty], 1e-3, health)
+    assert update.verdict is Verdict.SKIP_EMPTY
+    assert math.isnan(update.loss)
+    assert engine.updates_taken == 1
+    after = engine.full_weights()
+    assert all(before[name].equal(after[name]) for name in before)
+    health.record(2, update.loss, update.grad_norm, update.verdict)
+    with pytest.raises(TrainingFailed, match="step 3 has no label that counts: .* 2 updates"):
+        health.record(3, update.loss, update.grad_norm, update.verdict)
 
 
 SPLITS = {

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from data_prep.shards import read_manifest
-from pretrain.checkpoint import find_start
-from pretrain.config import load_config
+from pretrain.checkpoint import check_config_place, find_start
+from pretrain.config import dump_config, load_config
 from pretrain.distributed import choose_device
 from pretrain.interrupt import Interrupt
 
@@ -71,6 +71,7 @@ def test_first_moments_of_a_killed_run_are_no_foreign_files(
 ) -> None:
     run_dir = Path(settings["run_dir"])
     run_dir.mkdir()
+    (run_dir / ".lock").touch()
     (run_dir / "config.yaml.123.tmp").write_text("run_dir:")
     config = load_config(write_config(settings))
     assert find_start(config, read_manifest(config.data.dataset)).step == 0
@@ -82,12 +83,45 @@ def test_folder_in_which_another_process_trains_is_refused(
     path = write_config(settings)
     config = load_config(path)
     config.run_dir.mkdir()
-    (config.run_dir / "config.yaml").touch()
+    (config.run_dir / "config.yaml").write_text("of the run in progress")
     with open(config.run_dir / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         refused = run_ranks(path, ranks=2)
     assert refused.exit_codes == [2, 2]
     assert "run_dir is in use" in refused.output
+    assert (config.run_dir / "config.yaml").read_text() == "of the run in progress"
+
+
+def test_a_config_in_the_run_folder_is_never_overwritten(
+    settings: dict[str, Any], write_config: WriteConfig, run_ranks: Any
+) -> None:
+    run_dir = Path(settings["run_dir"])
+    run_dir.mkdir()
+    own = run_dir / "config.yaml"
+    own.write_text("# mine\n" + write_config(settings).read_text())
+    before = own.read_bytes()
+    for path, words in (
+        (own, f"error: the run would overwrite the config that it reads: got {own}"),
+        (write_config(settings), "error: run_dir holds files of something else"),
+    ):
+        refused = run_ranks(path)
+        assert refused.exit_codes == [2]
+        (line,) = refused.output.splitlines()
+        assert line.startswith(words)
+        assert [path.name for path in run_dir.iterdir()] == ["config.yaml"]
+        assert own.read_bytes() == before
+
+
+def test_the_config_that_a_run_wrote_may_be_read_but_not_changed(
+    settings: dict[str, Any], write_config: WriteConfig
+) -> None:
+    config = load_config(write_config(settings))
+    config.run_dir.mkdir()
+    own = config.run_dir / "config.yaml"
+    own.write_text(dump_config(config))
+    check_config_place(load_config(own), own)
+    with pytest.raises(ValueError, match="would overwrite the config that it reads"):
+        check_config_place(load_config(own, ["seed=9"]), own)
 
 
 @pytest.mark.parametrize(
@@ -219,6 +253,9 @@ def test_wsd_decay_starts_from_a_checkpoint_of_another_run(
     refused = run_ranks(config, f"run_dir={branch}-2", f"training.branch_from={run_dir}")
     assert refused.exit_codes == [2]
     assert "training.branch_from is no complete checkpoint" in refused.output
+    refused = run_ranks(config, f"run_dir={branch}-2", f"training.branch_from={step}", "seed=4")
+    assert refused.exit_codes == [2]
+    assert f"training.branch_from is of a run with other settings: got {step}" in refused.output
 
 
 @pytest.mark.slow
@@ -297,6 +334,25 @@ def command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
         timeout=200,
         check=False,
     )
+
+
+@pytest.mark.parametrize("module", ["pretrain", "eval"])
+def test_ctrl_c_while_python_imports_ends_quietly(module: str, tmp_path: Path) -> None:
+    # In the place of typer, the first of the imports that take long.
+    (tmp_path / "typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    stopped = subprocess.run(
+        [sys.executable, "-m", module],
+        cwd=ROOT.parent,
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert stopped.returncode == 130
+    assert stopped.stderr == ""
 
 
 def test_command_trains_alone(

@@ -29,7 +29,8 @@ from pretrain.config import RunConfig
 from pretrain.distributed import World
 from pretrain.engine import Engine
 from pretrain.memory import activation_bytes, memory_bytes
-from pretrain.metrics import Metrics, rows_hash
+from pretrain.metrics import Metrics, check_wandb, rows_hash
+from pretrain.profiler import Profiler
 
 WriteConfig = Callable[[dict[str, Any]], Path]
 ReadLog = Callable[[Path], list[dict[str, Any]]]
@@ -49,6 +50,7 @@ def test_dry_run_says_what_will_be_and_writes_nothing(
     for words in (
         f"{count:,} parameters",
         "run of 1,280 tokens = 2.00 epochs",
+        "2 x cpu, ZeRO-1",
         "2 x 1 rows an update and rank",
         "AdamW, decay 0.1 ",
         "AdamW, decay 0, recurrence",
@@ -68,6 +70,8 @@ def test_dry_run_says_what_will_be_and_writes_nothing(
         ("data.dataset=nowhere", "error: nowhere is not a data set"),
         ("batch.batch_tokens=96", "error: batch.batch_tokens does not split evenly: got 96"),
         ("optimizer.peek_lr=1", "did you mean optimizer.peak_lr?"),
+        ("checkpoint.allow_changed=[optimizer.clip_nrm]", "did you mean optimizer.clip_norm?"),
+        ("profile.steps=11-12", "begins after the last update: got 11-12"),
     ],
 )
 def test_dry_run_refuses_what_the_run_would(
@@ -314,6 +318,20 @@ def test_statistics_maps_and_a_trace_on_request(
     assert any("mm" in event.get("name", "") for event in trace["traceEvents"])
 
 
+def test_a_trace_ends_where_the_run_does(settings: dict[str, Any]) -> None:
+    settings["profile"] = {"steps": "1-500"}
+    config = RunConfig.model_validate(settings)
+    profiler = Profiler(config, 0, CPU)
+    for step in (1, 2):
+        profiler.step_begins(step)
+        torch.ones(2, 2) @ torch.ones(2, 2)
+        profiler.step_ends(step)
+    assert not (config.run_dir / "profile").exists()
+    profiler.close(2)
+    trace = json.loads((config.run_dir / "profile/steps-1-2.json").read_text())
+    assert any("mm" in event.get("name", "") for event in trace["traceEvents"])
+
+
 def test_wandb_gets_the_scalars_under_one_identity(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -339,13 +357,20 @@ def test_wandb_gets_the_scalars_under_one_identity(
     assert logged == [(4, {"validation/validation_loss": 1.5})] * 2
 
 
-def test_wandb_that_is_not_there_is_refused(
-    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+def test_wandb_that_is_not_there_is_refused_before_the_folder_is_made(
+    settings: dict[str, Any],
+    write_config: WriteConfig,
+    world: World,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     settings["logging"] = {"wandb_project": "thesis"}
     with pytest.raises(ValueError, match="logging.wandb_project needs wandb: got thesis"):
-        Metrics(RunConfig.model_validate(settings), 1, CPU, 0, Console(quiet=True))
+        check_wandb(RunConfig.model_validate(settings))
+    refused = invoke(write_config(settings))
+    assert refused.exit_code == 2
+    assert "logging.wandb_project needs wandb: got thesis" in refused.output
+    assert not Path(settings["run_dir"]).exists()
 
 
 def test_rows_hash_tells_order_and_rows_apart() -> None:
