@@ -86,21 +86,22 @@ def refuse_changed(output: Path, corpus: Corpus) -> None:
     if there == now:
         return
     before, after = ([json.loads(line) for line in text.splitlines()] for text in (there, now))
-    old, new = next(pair for pair in zip_longest(before, after) if pair[0] != pair[1])
-    if old is not None and new is not None and old[1] != new[1]:
-        if old[1] in {line[1] for line in after}:
-            old = None  # what is new stands before it
-        else:
-            new = None
-    name = (old or new)[1]
+    old, new = ({line[1]: line[2:] for line in lines} for lines in (before, after))
+    name = next((name for name in [*old, *new] if old.get(name) != new.get(name)), None)
+    if name is not None:
+        change = f"{name} there {_described(old.get(name))}, now {_described(new.get(name))}"
+    else:  # the same files in another order, or a name that comes twice
+        pairs = enumerate(zip_longest(before, after), 1)
+        place, (was, became) = next(pair for pair in pairs if pair[1][0] != pair[1][1])
+        change = f"input {place} there {was}, now {became}"
     raise ValueError(
-        f"output {output} holds a data set of other inputs: {name} there {_described(old)}, now "
-        f"{_described(new)}; choose another --output or remove that folder"
+        f"output {output} holds a data set of other inputs: {change}; choose another --output or "
+        "remove that folder"
     )
 
 
-def _described(line: list[Any] | None) -> str:
-    return "absent" if line is None else f"{line[2]} bytes of {line[3] or 'unknown content'}"
+def _described(facts: list[Any] | None) -> str:
+    return "absent" if facts is None else f"{facts[0]} bytes of {facts[1] or 'unknown content'}"
 
 
 def _version(file: Segment) -> str:

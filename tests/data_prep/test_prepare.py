@@ -266,6 +266,12 @@ def test_an_input_that_changed_is_named_and_a_copy_is_the_same(
     path.unlink()
     with pytest.raises(ValueError, match=r"json/decoder.py there .*, now absent"):
         prepare(request_for(root), tokenizer, folder, workers=1)
+    path.write_bytes(content)
+    halves = [(str(root / "stdlib/json"),), (str(root / "stdlib/logging"),)]
+    both, turned = ((Source(inputs=a + b),) for a, b in (halves, halves[::-1]))
+    prepare(request_for(root, sources=both), tokenizer, tmp_path / "both", workers=1)
+    with pytest.raises(ValueError, match=r"input 1 there .*json/.*, now .*logging/"):
+        prepare(request_for(root, sources=turned), tokenizer, tmp_path / "both", workers=1)
 
 
 def test_a_file_too_large_to_hash_is_known_by_its_time(
