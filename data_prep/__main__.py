@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import signal
 import sys
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any, Literal
 
 import typer
@@ -218,11 +221,13 @@ def inspect_command(
         list[int],
         typer.Option(
             help="Count the rows that have a document of at least so many tokens; repeatable. "
-            "Default: powers of two."
+            "Default: powers of two.",
         ),
     ] = [],  # noqa: B006
 ) -> None:
     """Show what a data set holds: counts, document lengths, decoded samples."""
+    if at_least and min(at_least) < 1:
+        raise ValueError(f"at-least is too small: got {min(at_least)}; expected at least 1")
     inspect(dataset, Console(), split=split, samples=samples, at_least=at_least)
 
 
@@ -267,10 +272,13 @@ def bench_command(
 def _length_weight(typed: str) -> tuple[int, float]:
     tokens, _, weight = typed.partition(":")
     try:
+        if not math.isfinite(float(weight)):
+            raise ValueError
         return int(tokens), float(weight)
     except ValueError:
         raise ValueError(
-            f"length-weight is not understood: got {typed}; expected TOKENS:WEIGHT, such as 32768:2"
+            f"length-weight is not understood: got {typed}; expected TOKENS:WEIGHT, two "
+            "numbers, such as 32768:2"
         ) from None
 
 
@@ -286,8 +294,30 @@ def _report(output: Path, manifest: Manifest, made: bool) -> None:
 
 def main() -> int:
     """Run the command line; 0 done, 2 the user's mistake in one line, 1 failed at run time."""
+    stopped_by: list[int] = []
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        """SIGTERM ends a command like Ctrl-C; SystemExit in a call of Ray would be lost there."""
+        del frame
+        stopped_by.append(signum)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
     try:
-        status = app(standalone_mode=False) or 0
+        status = _run()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    if stopped_by:
+        status = 128 + stopped_by[0]
+        print("terminated; the same command goes on where it was", file=sys.stderr)
+    elif status == INTERRUPTED:
+        print("interrupted; the same command goes on where it was", file=sys.stderr)
+    return status
+
+
+def _run() -> int:
+    try:
+        return app(standalone_mode=False) or 0
     except (ValueError, FileNotFoundError) as error:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
@@ -301,9 +331,6 @@ def main() -> int:
             raise
         print(f"error: {error.format_message()}; see --help", file=sys.stderr)
         return 2
-    if status == INTERRUPTED:
-        print("interrupted; the same command goes on where it was", file=sys.stderr)
-    return status
 
 
 if __name__ == "__main__":

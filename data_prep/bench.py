@@ -29,7 +29,7 @@ def bench(
     does while it reads.
     """
     row_tokens = read_manifest(dataset).row_tokens
-    seq_len = seq_len or row_tokens
+    seq_len = row_tokens if seq_len is None else seq_len
     if seq_len < 2 or row_tokens % seq_len:
         raise ValueError(
             f"seq-len does not divide the rows of {dataset}: got {seq_len}; expected a divisor of "

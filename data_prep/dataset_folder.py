@@ -6,6 +6,7 @@ set. A process that was killed leaves .building behind, which the same command p
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -51,7 +52,7 @@ def building(dataset: Path) -> Iterator[Path]:
     Raises ValueError if another process is at it.
     """
     work = dataset / WORK_FOLDER
-    work.mkdir(parents=True, exist_ok=True)
+    make_folder(work, dataset)
     with (work / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -61,6 +62,19 @@ def building(dataset: Path) -> Iterator[Path]:
                 "another --output"
             ) from None
         yield work
+
+
+def make_folder(folder: Path, dataset: Path) -> None:
+    """Make a folder that the data set needs; ValueError where none can be, but for a full disk."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise ValueError(
+            f"output {dataset} cannot be made: got {error.strerror}; expected a place where "
+            "folders can be made; choose another --output"
+        ) from None
 
 
 def publish(dataset: Path, manifest: Manifest, tokenizer_model: bytes | None) -> None:

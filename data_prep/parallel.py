@@ -11,9 +11,11 @@ import logging
 import os
 import secrets
 import shutil
+import signal
 import socket
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -97,7 +99,11 @@ class Pool:
         workers: int | None,
     ) -> Iterator[tuple[int, Result]]:
         if not self._connected:
+            on_terminate = signal.getsignal(signal.SIGTERM)
             self._connect(workers)
+            if threading.current_thread() is threading.main_thread():
+                # Ray put its own handler on SIGTERM, which prints a stack; the old one goes back.
+                signal.signal(signal.SIGTERM, on_terminate)
         import ray
 
         workers = workers or max(1, int(ray.cluster_resources().get("CPU", 1)))
@@ -131,7 +137,10 @@ class Pool:
             _check_answers(self._address)
             import ray
 
-            ray.init(address=self._address, runtime_env={"env_vars": env}, **settings)
+            try:
+                ray.init(address=self._address, runtime_env={"env_vars": env}, **settings)
+            except ConnectionError as error:
+                raise ValueError(_no_cluster(str(error), self._address)) from None
             self._connected = True
             return
         if "ray" not in sys.modules:  # Ray reads these when it is imported
@@ -167,6 +176,13 @@ class Pool:
                 ray.shutdown()
 
 
+def _no_cluster(found: str, address: str) -> str:
+    return (
+        f"no Ray cluster answers: got {' '.join(found.split())} at {address}; expected a running "
+        "Ray head; start one with `ray start --head`"
+    )
+
+
 def _check_answers(address: str) -> None:
     """A wrong address is refused in seconds; Ray itself would try for minutes."""
     if address == "auto":
@@ -179,10 +195,7 @@ def _check_answers(address: str) -> None:
     try:
         socket.create_connection((host, int(port)), CONNECT_TIMEOUT_SECONDS).close()
     except OSError as error:
-        raise ConnectionError(
-            f"no Ray cluster answers: got {error.strerror or error} at {address}; expected a "
-            "running Ray head; start one with `ray start --head`"
-        ) from None
+        raise ValueError(_no_cluster(error.strerror or str(error), address)) from None
 
 
 def _remove_stale_folders() -> None:

@@ -19,20 +19,19 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
+from data_prep.corpus import INPUTS_NAME, STDIN_NAME, Corpus, listed, refuse_changed
 from data_prep.dataset_folder import (
-    WORK_FOLDER,
     building,
     finished,
     publish,
     remove,
     write_atomically,
 )
-from data_prep.formats import Segment
 from data_prep.lengths import length_counts, write_length_plot
 from data_prep.near_duplicates import require_datasketch
 from data_prep.overlap import EvaluationTexts
@@ -53,13 +52,7 @@ from data_prep.shards import (
     SplitFacts,
     token_dtype,
 )
-from data_prep.sources import (
-    STDIN_INPUT,
-    UNIT_BYTES,
-    list_files,
-    make_units,
-    spool_stdin,
-)
+from data_prep.sources import UNIT_BYTES, make_units
 from data_prep.tokenizer import Tokenizer
 from data_prep.unit_files import (
     TRAIN,
@@ -73,16 +66,7 @@ from data_prep.unit_files import (
 
 KIND = "text"
 TAIL_REASON = "begins in the dropped tail"
-STDIN_NAME = "stdin.jsonl"
 LENGTH_PLOT_NAME = "lengths.png"
-
-
-@dataclass(frozen=True)
-class _Corpus:
-    """The files of each source of a request."""
-
-    files: list[list[Segment]]
-    stdin: Path | None  # where standard input was read to
 
 
 def prepare(
@@ -100,7 +84,13 @@ def prepare(
     """
     if request.near_duplicates is not None:
         require_datasketch()
-    corpus = _list(request, output)
+    with listed(request, output) as corpus:
+        return _prepare(request, tokenizer, output, corpus, Pool(workers, address))
+
+
+def _prepare(
+    request: PackRequest, tokenizer: Tokenizer, output: Path, corpus: Corpus, workers: Pool
+) -> tuple[Manifest, bool]:
     texts = None
     if request.exclude_overlap:
         texts = EvaluationTexts(request.exclude_overlap, request.overlap_words)
@@ -112,9 +102,10 @@ def prepare(
             )
     settings = _settings(request, tokenizer, corpus, texts)
     try:
+        refuse_changed(output, corpus)
         if (manifest := finished(output, KIND, settings)) is not None:
             return manifest, False
-        with building(output) as work, Pool(workers, address) as pool:
+        with building(output) as work, workers as pool:
             if corpus.stdin is not None:
                 os.replace(corpus.stdin, work / STDIN_NAME)
             tools = Tools(
@@ -124,6 +115,7 @@ def prepare(
             tables = _tokenise(jobs, tools, work / "units", pool)
             manifest = _pack(request, tokenizer, settings, jobs, tables, work, pool)
             write_length_plot(manifest, output / LENGTH_PLOT_NAME)
+            write_atomically(output / INPUTS_NAME, corpus.listing)
             publish(output, manifest, tokenizer.model)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -132,61 +124,16 @@ def prepare(
             f"{output} cannot be written: {error.strerror} (at {error.filename or output}); "
             "nothing done so far is lost; make room and run the same command again"
         ) from None
-    finally:
-        if corpus.stdin is not None:
-            corpus.stdin.unlink(missing_ok=True)
     return manifest, True
 
 
-def _list(request: PackRequest, output: Path) -> _Corpus:
-    """The files of all sources. Standard input is read here, once, to a file beside the output."""
-    dashes = [
-        typed for source in request.sources for typed in source.inputs if typed == STDIN_INPUT
-    ]
-    if len(dashes) > 1:
-        raise ValueError("standard input is given twice: got - and -; expected it once")
-    spool = None
-    if dashes:
-        output.absolute().parent.mkdir(parents=True, exist_ok=True)
-        spool = output.absolute().with_name(f".{output.name}.{os.getpid()}.stdin")
-        read = replace(spool_stdin(spool), path=str(output / WORK_FOLDER / STDIN_NAME))
-    files = []
-    for source in request.sources:
-        typed = [name for name in source.inputs if name != STDIN_INPUT]
-        found = list_files(typed, source.include) if typed else []
-        if len(typed) < len(source.inputs):
-            found.append(read)
-        files.append(found)
-    _refuse_shared_files(request, files)
-    return _Corpus(files, spool)
-
-
-def _refuse_shared_files(request: PackRequest, files: Sequence[Sequence[Segment]]) -> None:
-    owners: dict[str, int] = {}
-    for n, segments in enumerate(files):
-        for segment in segments:
-            path = os.path.realpath(segment.path) if segment.kind != "huggingface" else segment.path
-            other = owners.setdefault(path, n)
-            if other == n:
-                continue
-            if request.sources[other].split != request.sources[n].split:
-                raise ValueError(
-                    f"a file is in both splits: got {segment.path} in the inputs and in "
-                    "--validation; expected separate files; move it, or use --validation-fraction"
-                )
-            raise ValueError(
-                f"a file is in two sources: got {segment.path} in {request.sources[other].name} "
-                f"and in {request.sources[n].name}; expected it in one; leave it out of the other"
-            )
-
-
 def _settings(
-    request: PackRequest, tokenizer: Tokenizer, corpus: _Corpus, texts: EvaluationTexts | None
+    request: PackRequest, tokenizer: Tokenizer, corpus: Corpus, texts: EvaluationTexts | None
 ) -> dict[str, SettingValue]:
-    """What decides the rows; contents of files are not read for it."""
+    """What decides the rows."""
     sources = [
         [source.model_dump(mode="json", exclude={"inputs", "include"})]
-        + [[file.name, file.file_bytes] for file in files]
+        + [[file.name, file.file_bytes, file.version] for file in files]
         for source, files in zip(request.sources, corpus.files, strict=True)
     ]
     weights = ",".join(f"{tokens}:{weight:g}" for tokens, weight in request.length_weights)
@@ -208,7 +155,7 @@ def _settings(
     }
 
 
-def _unit_jobs(request: PackRequest, corpus: _Corpus) -> list[UnitJob]:
+def _unit_jobs(request: PackRequest, corpus: Corpus) -> list[UnitJob]:
     """The units of the training sources, then those of validation, without their paths."""
     jobs = []
     by_split = sorted(enumerate(request.sources), key=lambda pair: pair[1].split != "train")

@@ -17,6 +17,7 @@ A recipe file mixes several sources (YAML):
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal
 
@@ -25,6 +26,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from data_prep.formats import Reading
 
+# What pydantic would say in words of Python.
+EXPECTED = {
+    "tuple_type": "a list, such as [corpus/]",
+    "model_type": "settings of a source, such as {inputs: [corpus/]}",
+}
 Order = Literal["corpus", "longest-first"]
 
 
@@ -115,6 +121,8 @@ class PackRequest(_Model):
                     f"repeat acts with a weight only: got repeat {source.repeat} for "
                     f"{source.name} without one; give a weight"
                 )
+        if self.min_tokens is not None and self.min_tokens < 0:
+            raise ValueError(f"min-tokens is too small: got {self.min_tokens}; expected at least 0")
         shortest, longest = self.min_tokens or 0, self.max_tokens
         if longest is not None and longest < max(shortest, 3):
             raise ValueError(
@@ -183,15 +191,26 @@ def check_fraction(fraction: float) -> None:
 def one_line(error: ValidationError) -> str:
     """pydantic's complaints as the lines that the command prints."""
     lines = []
+    places = [details["loc"] for details in error.errors()]
     for details in error.errors():
+        place = details["loc"]
+        if any(len(other) > len(place) and other[: len(place)] == place for other in places):
+            continue  # of a fault inside it
         name = ".".join(str(part) for part in details["loc"])
         message = details["msg"].removeprefix("Value error, ")
         if details["type"] == "value_error":
             lines.append(message)
         elif details["type"] == "extra_forbidden":
-            lines.append(f"unknown setting: got {name}")
+            known = Source.model_fields if len(place) > 1 else _Recipe.model_fields
+            near = get_close_matches(str(place[-1]), known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(known)}"
+            lines.append(f"unknown setting: got {name}; {hint}")
         elif details["type"] == "missing":
             lines.append(f"setting is missing: expected {name}")
+        elif details["type"] in EXPECTED:
+            lines.append(
+                f"{name} is wrong: got {details['input']!r}; expected {EXPECTED[details['type']]}"
+            )
         else:
             lines.append(f"{name} is wrong: got {details['input']!r}; {message}")
     return "\n".join(lines)
@@ -209,6 +228,11 @@ def load_recipe(path: Path) -> tuple[Source, ...]:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(tree, dict):
+        found = "an empty file" if tree is None else f"a {type(tree).__name__}"
+        raise ValueError(
+            f"recipe {path} names no sources: got {found}; expected `sources:` and a list of them"
+        )
     try:
         return _Recipe.model_validate(tree).sources
     except ValidationError as error:

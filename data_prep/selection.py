@@ -29,7 +29,7 @@ WEIGHED_OUT = "left out by weight"
 class SourceShare:
     """What of a training source is used."""
 
-    documents: int  # distinct ones, written or not
+    documents: int  # distinct ones that are used
     tokens: int  # with repeats
     rate: float  # how often a document of length weight 1 is used
 
@@ -171,7 +171,7 @@ def _weigh(
             used = part.copies(rates[n])
             copies[part.unit][part.documents] = used
             tokens += int((used * part.lengths).sum())
-            documents += len(part.documents)
+            documents += int((used > 0).sum())
         shares.append(SourceShare(documents, tokens, rates[n]))
     return shares
 

@@ -77,7 +77,7 @@ class SourceFacts(_Record):
     """What a training source gives to the data set, before the dropped tail."""
 
     name: str
-    documents: int
+    documents: int  # distinct ones that are used
     tokens: int  # copies too
     rate: float  # how often a document is used, on average over length weights of 1
 

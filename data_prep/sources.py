@@ -85,15 +85,24 @@ def list_files(inputs: Sequence[str], include: Sequence[str] = ()) -> list[Segme
 
 
 def spool_stdin(path: Path) -> Segment:
-    """Copy standard input, JSON lines, to `path`; one content is one version."""
+    """Copy standard input, JSON lines, to `path`; one content is one version.
+
+    Raises ValueError if nothing but blanks comes.
+    """
     digest = hashlib.sha256()
     size = 0
+    blank = True
     with path.open("wb") as file:
         while block := sys.stdin.buffer.read(1 << 20):
             file.write(block)
             digest.update(block)
             size += len(block)
-    return Segment("stdin", str(path), "jsonl", size, digest.hexdigest(), size=size)
+            blank = blank and not block.strip()
+    if blank:
+        raise ValueError(
+            f"no document in standard input: got {size} bytes, blanks only; expected JSON lines"
+        )
+    return Segment("stdin", str(path), "jsonl", size, f"sha256 {digest.hexdigest()}", size=size)
 
 
 def make_units(files: Iterable[Segment], unit_bytes: int, reading: Reading = PLAIN) -> list[Unit]:

@@ -186,6 +186,12 @@ def train_tokenizer(
 
     Raises ValueError: no text, or too little or too varied text for vocab_size.
     """
+    if vocab_size < 1:
+        raise ValueError(
+            f"vocab-size is too small: got {vocab_size}; expected more than "
+            f"{3 + len(TAB_RUNS) + 256} (bytes, "
+            "special pieces and runs of tabs); raise it"
+        )
     sample = _sample((cut for text in texts for cut in _training_cuts(text)), sample_bytes, seed)
     if not sample:
         raise ValueError(

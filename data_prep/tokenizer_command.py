@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from data_prep.dataset_folder import write_atomically
-from data_prep.formats import Document, Reading, Unreadable
+from data_prep.formats import Reading, Skipped, Unreadable
 from data_prep.progress import stage
 from data_prep.recipe import check_fraction
 from data_prep.sources import (
@@ -27,10 +26,12 @@ from data_prep.sources import (
     spool_stdin,
 )
 from data_prep.tokenizer import SAMPLE_BYTES, ModelType, Tokenizer, train_tokenizer
+from data_prep.unit_files import Reasons
 
 # How much more text than the sample a tokenizer reads of a large corpus to draw the sample from.
 READ_FACTOR = 4
 EVAL_BYTES = 64 << 20
+OTHER_SPLIT = "on the other side of --validation-fraction"
 
 
 class TrainByDefault(TyperGroup):
@@ -45,6 +46,13 @@ class TrainByDefault(TyperGroup):
 tokenizer = typer.Typer(
     cls=TrainByDefault, help="Train a tokenizer (`tokenizer INPUT...`), or evaluate one."
 )
+
+
+def _seed(seed: int) -> int:
+    if seed < 0:
+        raise ValueError(f"seed is too small: got {seed}; expected at least 0")
+    return seed
+
 
 INPUT_HELP = (
     "Text, JSONL or parquet files, plain or .gz, .zst, .xz, .bz2; folders, globs, URLs that fsspec "
@@ -62,7 +70,7 @@ IdField = Annotated[
 Fraction = Annotated[
     float, typer.Option(help="Share of documents held out for validation, chosen by name and seed.")
 ]
-Seed = Annotated[int, typer.Option(help="Seed of every random choice.")]
+Seed = Annotated[int, typer.Option(callback=_seed, help="Seed of every random choice.")]
 
 
 @tokenizer.command(name="train")
@@ -91,10 +99,16 @@ def train_command(
     trained on here.
     """
     check_fraction(validation_fraction)
+    left_out = Reasons()
     with tempfile.TemporaryDirectory() as folder:
         units = _units(inputs, include, Reading(text_field, id_field), Path(folder))
-        units = sample_units(units, READ_FACTOR * sample_bytes, seed)
-        texts = _texts(units, "reading", lambda name: not held_out(name, validation_fraction, seed))
+        read = sample_units(units, READ_FACTOR * sample_bytes, seed)
+        texts = _texts(
+            read,
+            "reading",
+            lambda name: not held_out(name, validation_fraction, seed),
+            left_out,
+        )
         model = train_tokenizer(
             texts, vocab_size, model_type=model_type, sample_bytes=sample_bytes, seed=seed
         )
@@ -107,6 +121,7 @@ def train_command(
     output.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(output, model)
     print(f"{output}: {trained.vocab_size} pieces, sha256 {trained.sha256}")
+    _print_left_out(left_out, read, units)
 
 
 @tokenizer.command(name="eval")
@@ -127,16 +142,17 @@ def eval_command(
     """Report bytes per token on held-out text, and that the text comes back exactly."""
     check_fraction(validation_fraction)
     chosen = Tokenizer.load(model)
+    left_out = Reasons()
     text_bytes = tokens = fallback = documents = 0
     byte_ids = {i for i in range(chosen.vocab_size) if chosen.is_byte(i)}
     with tempfile.TemporaryDirectory() as folder:
         units = _units(inputs, include, Reading(text_field, id_field), Path(folder))
-        units = sample_units(units, max_bytes, seed)
+        read = sample_units(units, max_bytes, seed)
 
         def wanted(name: str) -> bool:
             return not validation_fraction or held_out(name, validation_fraction, seed)
 
-        for text in _texts(units, "encoding", wanted):
+        for text in _texts(read, "encoding", wanted, left_out):
             ids = chosen.encode(text)
             if chosen.decode(ids) != text:
                 raise RuntimeError(f"{model} does not give back the text that begins {text[:40]!r}")
@@ -151,6 +167,7 @@ def eval_command(
         f"{documents} documents; {fallback / tokens:.3%} of tokens are single bytes; every text "
         f"came back exactly; sha256 {chosen.sha256}"
     )
+    _print_left_out(left_out, read, units)
 
 
 def _units(
@@ -164,15 +181,33 @@ def _units(
     return make_units(found, UNIT_BYTES, reading)
 
 
-def _texts(units: Sequence[Unit], label: str, wanted: Callable[[str], bool]) -> Iterator[str]:
+def _texts(
+    units: Sequence[Unit], label: str, wanted: Callable[[str], bool], left_out: Reasons
+) -> Iterator[str]:
     """Texts of the wanted documents; a long one in parts, as if each were a document."""
     with stage(label, sum(unit.size for unit in units)) as progress:
         for unit in units:
             documents = 0
             for document in read_documents(unit):
+                if isinstance(document, Skipped):
+                    left_out.add(document.reason, document.name)
                 # A long document may be named at its end only; its first name decides here.
-                if isinstance(document, Document) and wanted(document.name):
+                elif wanted(document.name):
                     documents += 1
-                    with suppress(Unreadable):
+                    try:
                         yield from document.parts
+                    except Unreadable as error:
+                        left_out.add(str(error), document.name)
+                else:
+                    left_out.add(OTHER_SPLIT, document.name)
             progress.advance(unit.size, documents)
+
+
+def _print_left_out(left_out: Reasons, read: Sequence[Unit], units: Sequence[Unit]) -> None:
+    if count := sum(left_out.counts.values()):
+        print(f"{count} documents left out")
+        for reason, number in left_out.counts.items():
+            print(f"  {number}, {reason}: {', '.join(left_out.examples[reason])}")
+    if len(read) < len(units):
+        sizes = [sum(unit.size for unit in part) for part in (read, units)]
+        print(f"a sample was read: {sizes[0]} of {sizes[1]} bytes")

@@ -2,8 +2,13 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
+import signal
+import socket
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -98,7 +103,9 @@ def test_standard_input_is_packed_and_known_again(
     assert piped(content, *pack) == 0
     assert "was complete already" in capsys.readouterr().out
     assert piped(content + b'{"text": "more"}', *pack) == 2
-    assert "made with other settings" in capsys.readouterr().err
+    assert "stdin there" in capsys.readouterr().err
+    assert piped(content.replace(b"line 7 ", b"line 8 "), *pack) == 2
+    assert "stdin there" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["d"]
     train = ("tokenizer", "-", "--output", tmp_path / "t.model", "--vocab-size", 300)
     assert piped(content, *train) == 0
@@ -164,6 +171,73 @@ def test_an_interrupt_says_how_to_go_on(
     assert capsys.readouterr().err == "interrupted; the same command goes on where it was\n"
 
 
+def test_a_terminated_pack_with_workers_ends_in_one_line(tmp_path: Path, model_file: Path) -> None:
+    """Ray's handler would print a stack of C++ and lose the exit code."""
+    lines = [json.dumps({"text": f"{n} " * 4000}) + "\n" for n in range(2000)]
+    (tmp_path / "many.jsonl").write_text("".join(lines))
+    command = ["pack", tmp_path / "many.jsonl", "--tokenizer", model_file, "--workers", 2]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "data_prep", *map(str, command)]
+        + ["--output", str(tmp_path / "d"), "--row-tokens", "64"],
+        cwd=Path(command_line.__file__).parent.parent,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    units = tmp_path / "d" / ".building" / "units"
+    deadline = time.monotonic() + 120
+    while not list(units.glob("*")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    shown = process.communicate()[1].splitlines()
+    assert process.returncode == 143, shown
+    assert [line for line in shown if not line.startswith("tokenising")] == [
+        "terminated; the same command goes on where it was"
+    ]
+
+
+def test_documents_that_the_tokenizer_is_not_evaluated_on_are_counted(
+    tmp_path: Path,
+    model_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "a.txt").write_text("some text")
+    (tmp_path / "b.txt").write_bytes(b"\xff")
+    (tmp_path / "c.txt").write_bytes(b"")
+    assert run(monkeypatch, "tokenizer", "eval", model_file, tmp_path) == 0
+    shown = capsys.readouterr().out
+    assert " 1 documents; " in shown
+    assert "2 documents left out" in shown
+    assert f"  1, not UTF-8: {tmp_path.name}/b.txt" in shown
+
+
+def test_a_killed_readers_copy_of_standard_input_is_removed(
+    corpus: Path, tmp_path: Path, model_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    (tmp_path / f".d.{gone.pid}.stdin").write_text("left behind")
+    (tmp_path / f".d.{os.getpid()}.stdin").write_text("of one that lives")
+    (tmp_path / f".e.{gone.pid}.stdin").write_text("of another output")
+    pack = ("--tokenizer", model_file, "--output", tmp_path / "d", "--row-tokens", 64)
+    assert run(monkeypatch, "pack", corpus, *pack) == 0
+    left = {f".d.{os.getpid()}.stdin", f".e.{gone.pid}.stdin", "d"}
+    assert {path.name for path in tmp_path.iterdir()} == left
+
+
+def test_empty_standard_input_leaves_nothing_behind(
+    tmp_path: Path,
+    model_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\n")))
+    pack = ("--tokenizer", model_file, "--output", tmp_path / "new" / "d", "--row-tokens", 64)
+    assert run(monkeypatch, "pack", "-", *pack) == 2
+    assert "no document in standard input: got 1 bytes" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_mistakes_get_one_line_and_exit_code_2(
     corpus: Path,
     model_file: Path,
@@ -174,6 +248,11 @@ def test_mistakes_get_one_line_and_exit_code_2(
     (tmp_path / "other").write_text("something else")
     (tmp_path / "empty").touch()
     new = ("--output", tmp_path / "d", "--row-tokens", 256)
+    synthetic = ("--output", tmp_path / "d", "--rows", 5)
+    no_folder = tmp_path / "other" / "d"
+    closed = socket.socket()
+    closed.bind(("127.0.0.1", 0))  # and does not listen
+    dead = f"127.0.0.1:{closed.getsockname()[1]}"
     for arguments, message in (
         (("pack", tmp_path / "no", "--tokenizer", model_file, *new), "no does not exist"),
         (("pack", corpus, "--tokenizer", tmp_path / "no", *new), "tokenizer"),
@@ -186,6 +265,20 @@ def test_mistakes_get_one_line_and_exit_code_2(
         ),
         (("synth", "mqar", "--output", tmp_path / "d", "--rows", 5, "--pairs", 99), "4 * pairs"),
         (("inspect", tmp_path), "is not a data set"),
+        (("inspect", tmp_path, "--at-least", -3), "at-least is too small: got -3"),
+        (("synth", "mqar", *synthetic, "--seed", -1), "seed is too small: got -1"),
+        (("tokenizer", corpus, "--output", "x", "--vocab-size", -1), "too small: got -1"),
+        (("pack", corpus, "--seed", -3, "--tokenizer", model_file, *new), "seed is too small"),
+        (("pack", corpus, "--min-tokens", -5, "--tokenizer", model_file, *new), "got -5"),
+        (("pack", corpus, "--length-weight", "5:nan", "--tokenizer", model_file, *new), "5:nan"),
+        (
+            ("pack", corpus, "--tokenizer", model_file, "--output", no_folder, "--row-tokens", 8),
+            f"output {no_folder} cannot be made: got ",
+        ),
+        (
+            ("pack", corpus, "--address", dead, "--workers", 2, "--tokenizer", model_file, *new),
+            f"at {dead}; expected a running Ray head",
+        ),
         (("pack", "--tokenizer", model_file, *new), "what to pack is unclear"),
         (("pack", corpus, "--recipe", "r", "--tokenizer", model_file, *new), "what to pack"),
         (("pack", corpus, "--length-weight", "x", "--tokenizer", model_file, *new), "got x"),
@@ -218,3 +311,4 @@ def test_mistakes_get_one_line_and_exit_code_2(
         assert message in captured.err
         assert captured.out == ""
     assert (tmp_path / "other").read_text() == "something else"
+    closed.close()

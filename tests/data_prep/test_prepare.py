@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from data_prep import corpus as corpus_module
 from data_prep import prepare as prepare_module
 from data_prep.dataset_folder import WORK_FOLDER
 from data_prep.prepare import prepare
@@ -239,10 +240,52 @@ def test_a_finished_data_set_is_recognised_and_others_are_refused(
         with pytest.raises(ValueError, match=f"made with other settings: {message}"):
             prepare(request_for(root, **changes), tokenizer, folder, workers=1)
     (root / "more.txt").write_text("more")
-    with pytest.raises(ValueError, match="made with other settings: inputs_sha256"):
+    with pytest.raises(ValueError, match=r"corpus/more\.txt there absent, now 4 bytes"):
         prepare(request_for(root), tokenizer, folder, workers=1)
     for path in before:
         assert path.exists()
+
+
+def test_an_input_that_changed_is_named_and_a_copy_is_the_same(
+    corpus: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    folder = tmp_path / "d"
+    root = tmp_path / "corpus"
+    shutil.copytree(corpus, root)
+    prepare(request_for(root), tokenizer, folder, workers=1)
+    shutil.copytree(root, tmp_path / "elsewhere" / "corpus", copy_function=shutil.copyfile)
+    assert not prepare(request_for(tmp_path / "elsewhere/corpus"), tokenizer, folder, workers=1)[1]
+    path = root / "stdlib/json/decoder.py"
+    content = path.read_bytes()
+    stat = path.stat()
+    path.write_bytes(content[:100] + b"#" + content[101:])
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    changed = "of other inputs: corpus/stdlib/json/decoder.py there .* sha256 .*, now .* sha256"
+    with pytest.raises(ValueError, match=changed):
+        prepare(request_for(root), tokenizer, folder, workers=1)
+    path.unlink()
+    with pytest.raises(ValueError, match=r"json/decoder.py there .*, now absent"):
+        prepare(request_for(root), tokenizer, folder, workers=1)
+    path.write_bytes(content)
+    halves = [(str(root / "stdlib/json"),), (str(root / "stdlib/logging"),)]
+    both, turned = ((Source(inputs=a + b),) for a, b in (halves, halves[::-1]))
+    prepare(request_for(root, sources=both), tokenizer, tmp_path / "both", workers=1)
+    with pytest.raises(ValueError, match=r"input 1 there .*json/.*, now .*logging/"):
+        prepare(request_for(root, sources=turned), tokenizer, tmp_path / "both", workers=1)
+
+
+def test_a_file_too_large_to_hash_is_known_by_its_time(
+    corpus: Path, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus_module, "HASHED_BYTES", 10_000)
+    root = tmp_path / "corpus"
+    shutil.copytree(corpus, root)
+    prepare(request_for(root), tokenizer, tmp_path / "d", workers=1)
+    assert not prepare(request_for(root), tokenizer, tmp_path / "d", workers=1)[1]
+    path = root / "stdlib/json/decoder.py"
+    os.utime(path, ns=(1, 1))
+    with pytest.raises(ValueError, match="decoder.py there .* mtime .*, now .* mtime 1;"):
+        prepare(request_for(root), tokenizer, tmp_path / "d", workers=1)
 
 
 def test_foreign_output_is_not_touched(corpus: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -130,6 +130,7 @@ def test_sources_get_their_share_of_the_tokens(tmp_path: Path, tokenizer: Tokeni
         )
     )
     assert left_out > 400
+    assert sum(source.documents for source in manifest.sources) == 1200 - left_out
 
 
 def test_a_scarce_source_is_repeated_up_to_its_limit(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -269,7 +270,14 @@ def test_evaluation_texts_without_an_n_gram_are_refused(tmp_path: Path) -> None:
     [
         ("sources: []", "sources"),
         ("sorces: [{inputs: [a]}]", "unknown setting: got sorces"),
-        ("sources: [{inputs: [a], wieght: 1}]", "unknown setting: got sources.0.wieght"),
+        (
+            "sources: [{inputs: [a], wieght: 1}]",
+            r"unknown setting: got sources.0.wieght; did you mean weight\?$",
+        ),
+        ("sources: [{inputs: a}]", r"sources.0.inputs is wrong: got 'a'; expected a list[^\n]*$"),
+        ("sources: [a]", r"sources.0 is wrong: got 'a'; expected settings of a source[^\n]*$"),
+        ("", "names no sources: got an empty file; expected `sources:`"),
+        ("[a]", "names no sources: got a list; expected `sources:`"),
         ("sources: [{inputs: [a], weight: -1}]", "sources.0.weight is wrong: got -1"),
         ("sources: [{weight: 1}]", "setting is missing: expected sources.0.inputs"),
         ("{", "is not YAML"),
