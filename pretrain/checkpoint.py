@@ -179,4 +179,4 @@ def _is_foreign(folder: Path) -> bool:
     if CONFIG_NAME in names:  # a name that many programs use
         return names.isdisjoint((LOCK_NAME, LOG_NAME, CHECKPOINTS_FOLDER))
     # A kill in the first moments leaves the lock and a temporary config.yaml.
-    return not all(name == LOCK_NAME or name.startswith(CONFIG_NAME) for name in names)
+    return not all(name in (LOCK_NAME, STOP_FILE) or name.startswith(CONFIG_NAME) for name in names)

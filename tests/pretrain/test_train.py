@@ -268,7 +268,7 @@ def test_a_file_named_stop_saves_and_ends_the_run(
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     argv = [sys.executable, "-m", "pretrain", str(config), *changes]
     run_dir.mkdir()
-    (run_dir / "config.yaml").touch()
+    (run_dir / ".lock").touch()  # a run that was killed in its first moments
     (run_dir / "stop").touch()  # asked for before the start: does not count
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=environment) as process:
         while not (run_dir / "log.jsonl").is_file() and process.poll() is None:
