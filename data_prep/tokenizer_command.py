@@ -5,11 +5,11 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from typer.core import TyperGroup
 
+from data_prep.command_line import default_command
 from data_prep.dataset_folder import write_atomically
 from data_prep.formats import Reading, Skipped, Unreadable
 from data_prep.progress import stage
@@ -34,17 +34,8 @@ EVAL_BYTES = 64 << 20
 OTHER_SPLIT = "on the other side of --validation-fraction"
 
 
-class TrainByDefault(TyperGroup):
-    """`tokenizer INPUT...` is `tokenizer train INPUT...`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args and args[0] not in self.commands and args[0] != "--help":
-            args = ["train", *args]
-        return super().parse_args(ctx, args)
-
-
 tokenizer = typer.Typer(
-    cls=TrainByDefault, help="Train a tokenizer (`tokenizer INPUT...`), or evaluate one."
+    cls=default_command("train"), help="Train a tokenizer (`tokenizer INPUT...`), or evaluate one."
 )
 
 

@@ -5,45 +5,30 @@ checkpoints and model directories; `compare` puts models side by side, `selftest
 from __future__ import annotations
 
 import logging
-import os
-import signal
 import sys
-import threading
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-if is_quiet := (
-    __name__ == "__main__"
-    and threading.current_thread() is threading.main_thread()
-    and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-):
-    # The imports below take seconds, and KeyboardInterrupt would end them in a traceback.
-    signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
+from data_prep.early_interrupt import end_as_usual, end_quietly_while_importing
+
+is_quiet = end_quietly_while_importing(__name__)
 
 import torch
 import typer
 from pydantic import ValidationError
 from rich.console import Console
-from typer.core import TyperGroup
 
+from data_prep.command_line import default_command
 from eval import compare as comparison
 from eval import plots, report, selftest
 from eval.evaluation import EvaluationFailed, checked_units, evaluate, one_line, targets
 from eval.result import Options
 from eval.task import NAMES, find_task
 
-
-class EvaluateByDefault(TyperGroup):
-    """`python -m eval CHECKPOINT` is `python -m eval evaluate CHECKPOINT`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args and args[0] not in self.commands and args[0] != "--help":
-            args = ["evaluate", *args]
-        return super().parse_args(ctx, args)
-
-
-app = typer.Typer(cls=EvaluateByDefault, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(
+    cls=default_command("evaluate"), add_completion=False, pretty_exceptions_enable=False
+)
 
 
 @app.callback()
@@ -278,5 +263,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     if is_quiet:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        end_as_usual()
     main()

@@ -19,7 +19,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from launch.cluster import ROOT
+from data_prep.ray_cluster import ROOT
 from launch.quickstart_report import NIAH_SAMPLES, read_results, scores, show
 from models.checkpoint_directory import verify
 from pretrain.config import RunConfig, load_config

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from safetensors import safe_open
 
-from launch.cluster import ROOT
+from data_prep.ray_cluster import ROOT
 from pretrain.config import RunConfig
 
 LAST_STEPS = 20

@@ -10,25 +10,19 @@ stopped by SIGTERM / SIGINT / SIGUSR1 / training.time_limit_minutes after a chec
 """
 
 import os
-import signal
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-if is_quiet := (
-    __name__ == "__main__"
-    and threading.current_thread() is threading.main_thread()
-    and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-):
-    # The imports below take seconds, and KeyboardInterrupt would end them in a traceback.
-    signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
+from data_prep.early_interrupt import end_as_usual, end_quietly_while_importing
+
+is_quiet = end_quietly_while_importing(__name__)
 
 import typer
 from rich.console import Console
-from typer.core import TyperGroup
 
+from data_prep.command_line import default_command
 from pretrain import train as training
 from pretrain.bench import measure_overhead
 from pretrain.checkpoint import check_config_place
@@ -39,17 +33,9 @@ from pretrain.dry_run import print_dry_run, ranks_of_environment
 from pretrain.errors import Refused, Stopped, TrainingFailed
 from pretrain.sweep import run_sweep
 
-
-class TrainByDefault(TyperGroup):
-    """`python -m pretrain CONFIG` is `python -m pretrain train CONFIG`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args and args[0] not in self.commands and args[0] != "--help":
-            args = ["train", *args]
-        return super().parse_args(ctx, args)
-
-
-app = typer.Typer(cls=TrainByDefault, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(
+    cls=default_command("train"), add_completion=False, pretty_exceptions_enable=False
+)
 
 
 @app.callback()
@@ -208,5 +194,5 @@ def _print_error(message: str) -> None:
 
 if __name__ == "__main__":
     if is_quiet:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        end_as_usual()
     app()

@@ -15,10 +15,10 @@ import pytest
 
 from data_prep import remote_dataset, shard_cache
 from data_prep.bench import bench
-from data_prep.dataset_folder import building, publish
 from data_prep.remote_dataset import open_cache
-from data_prep.shards import IGNORED_LABEL, Manifest, Rows, ShardWriter, SplitFacts
+from data_prep.shards import IGNORED_LABEL, Rows
 from data_prep.training_rows import MixedRows, TrainingRows
+from tests.packed_rows import publish_rows
 
 ROW_TOKENS, SEQ_LEN = 32, 8
 SHARD_ROWS = 5
@@ -27,37 +27,13 @@ SHARD_ROWS = 5
 def write_dataset(folder: Path, rows: int, seed: int = 0, shard_bytes: int = 600) -> Path:
     """Rows of random tokens in shards of about five rows."""
     rng = np.random.default_rng(seed)
-    with building(folder) as work:
-        writer = ShardWriter(
-            work / "train", row_tokens=ROW_TOKENS, vocab_size=1000, shard_bytes=shard_bytes
-        )
-        for i in range(rows):
-            tokens = rng.integers(0, 1000, ROW_TOKENS)
-            tokens[0] = i
-            writer.write(tokens, np.union1d([0], rng.integers(0, ROW_TOKENS, i % 4)))
-        facts = SplitFacts(
-            rows=rows,
-            tokens=rows * ROW_TOKENS,
-            documents=rows,
-            bytes=0,
-            dropped_tokens={},
-            index_sha256=writer.finish(),
-        )
-        manifest = Manifest(
-            kind="text",
-            tokenizer_sha256=None,
-            vocab_size=1000,
-            row_tokens=ROW_TOKENS,
-            dtype="uint16",
-            splits={"train": facts},
-            documents_in=rows,
-            skipped={},
-            inputs=[],
-            settings={},
-            seed=0,
-        )
-        publish(folder, manifest, tokenizer_model=None)
-    return folder
+
+    def numbered(i: int) -> tuple[np.ndarray, np.ndarray]:
+        tokens = rng.integers(0, 1000, ROW_TOKENS)
+        tokens[0] = i
+        return tokens, np.union1d([0], rng.integers(0, ROW_TOKENS, i % 4))
+
+    return publish_rows(folder, map(numbered, range(rows)), ROW_TOKENS, shard_bytes)
 
 
 @pytest.fixture

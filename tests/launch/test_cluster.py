@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from launch.cluster import Request, check_resources, remove_stale_folders, worker_environment
+from data_prep.ray_cluster import remove_stale_folders
+from launch.cluster import Request, check_resources, worker_environment
 
 
 def node(alive=True, **resources):
@@ -75,7 +76,7 @@ def test_private_cluster_listens_on_loopback_and_leaves_nothing():
 
 
 def test_folders_of_dead_launches_are_removed_and_of_living_ones_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr("launch.cluster.FOLDER_PARENT", tmp_path)
+    monkeypatch.setattr("data_prep.ray_cluster.FOLDER_PARENT", tmp_path)
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     kept = [f"fenwick-ray-{os.getpid()}-x", "fenwick-ray-notes-y", "other-1-z"]

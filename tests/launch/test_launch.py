@@ -9,8 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from data_prep.ray_cluster import remove_stale_folders
 from launch import __main__ as command
-from launch.cluster import Request, remove_stale_folders
+from launch.cluster import Request
 from launch.ray_train import check_request, describe_failure
 from launch.worker import TrainingStopped
 from pretrain.config import load_config

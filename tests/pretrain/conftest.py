@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import re
+import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +17,9 @@ import numpy as np
 import pytest
 import yaml
 
-from data_prep.shards import Manifest, ShardWriter, SplitFacts
+from data_prep.shards import Manifest, ShardWriter, SplitFacts, read_manifest
+from pretrain.checkpoint import Start, find_start
+from pretrain.config import RunConfig
 from pretrain.distributed import World, start_world, stop_world
 
 ROW_TOKENS = 64
@@ -269,3 +272,34 @@ def read_log() -> Callable[[Path], list[dict[str, float]]]:
         return [{k: v for k, v in line.items() if not machine.fullmatch(k)} for line in lines]
 
     return read
+
+
+@pytest.fixture(scope="session")
+def killed_run(
+    small_run: dict[str, Any], run_ranks: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A run that was killed while it wrote step 6."""
+    folder = tmp_path_factory.mktemp("killed")
+    config = folder / "config.yaml"
+    config.write_text(yaml.safe_dump(small_run | {"run_dir": str(folder / "run")}))
+    assert run_ranks(
+        config, strike=("pretrain.saver", "write_manifest", 2, "before")
+    ).exit_codes == [-9]
+    return folder / "run"
+
+
+@pytest.fixture
+def run_dir(killed_run: Path, settings: dict[str, Any]) -> Path:
+    """A copy of that run, at the run_dir of `settings`."""
+    return Path(shutil.copytree(killed_run, settings["run_dir"]))
+
+
+@pytest.fixture(scope="session")
+def start() -> Callable[[dict[str, Any]], Start]:
+    """Where a run of these settings would start."""
+
+    def find(settings: dict[str, Any]) -> Start:
+        config = RunConfig.model_validate(settings)
+        return find_start(config, read_manifest(config.data.dataset))
+
+    return find

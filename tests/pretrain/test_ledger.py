@@ -18,10 +18,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data_prep.dataset_folder import building, publish
-from data_prep.shards import Manifest, ShardWriter, SplitFacts
 from pretrain.config import RunConfig
 from pretrain.data import training_batches, training_rows
+from tests.packed_rows import publish_rows
 
 PACKED_ROWS, ROW_TOKENS, SEQ_LEN, BATCH_ROWS = 60, 64, 16, 8
 ROWS = PACKED_ROWS * ROW_TOKENS // SEQ_LEN
@@ -30,35 +29,13 @@ KILLS = 10
 
 def write_numbered(folder: Path, packed_rows: int, first: int) -> None:
     """A data set in which the first token of every row of SEQ_LEN tokens is the row's id."""
-    with building(folder) as work:
-        writer = ShardWriter(
-            work / "train", row_tokens=ROW_TOKENS, vocab_size=1000, shard_bytes=1000
-        )
-        for row in range(packed_rows):
-            pieces = first + row * (ROW_TOKENS // SEQ_LEN) + np.arange(ROW_TOKENS // SEQ_LEN)
-            writer.write(np.repeat(pieces, SEQ_LEN), np.array([0]))
-        facts = SplitFacts(
-            rows=packed_rows,
-            tokens=packed_rows * ROW_TOKENS,
-            documents=packed_rows,
-            bytes=0,
-            dropped_tokens={},
-            index_sha256=writer.finish(),
-        )
-        manifest = Manifest(
-            kind="text",
-            tokenizer_sha256=None,
-            vocab_size=1000,
-            row_tokens=ROW_TOKENS,
-            dtype="uint16",
-            splits={"train": facts},
-            documents_in=packed_rows,
-            skipped={},
-            inputs=[],
-            settings={},
-            seed=0,
-        )
-        publish(folder, manifest, tokenizer_model=None)
+    pieces = ROW_TOKENS // SEQ_LEN
+
+    def numbered(row: int) -> tuple[np.ndarray, np.ndarray]:
+        ids = first + row * pieces + np.arange(pieces)
+        return np.repeat(ids, SEQ_LEN), np.array([0])
+
+    publish_rows(folder, map(numbered, range(packed_rows)), ROW_TOKENS, shard_bytes=1000)
 
 
 @pytest.fixture

@@ -1,0 +1,173 @@
+"""Ray as every command of ours uses it: a private one on this machine, or a running one by address.
+
+A private Ray listens on loopback only, asks for a token made for this process, writes its files to
+a folder of its own and ends with the command, whatever ends that. A cluster given by address is
+never stopped; its machines must see the same files under the same paths.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+CONNECT_TIMEOUT_SECONDS = 5.0
+# Results are files; the store holds what tasks share. Ray's default takes 30 % of memory.
+OBJECT_STORE_BYTES = 128 << 20
+START_ATTEMPTS = 5
+PORT_CLASH = "used by other components"
+FOLDER_PARENT = Path("/tmp")  # short: Ray puts sockets in it, whose paths may have 107 characters
+FOLDER_PREFIX = "fenwick-ray-"
+
+
+@contextmanager
+def connected(
+    address: str | None, *, cpus: int, env: Mapping[str, str], log_to_driver: bool = True
+) -> Iterator[Path | None]:
+    """Inside, Ray is connected. Yields the private Ray's folder, or None in a running cluster.
+
+    Args:
+        address: HOST:PORT of a running cluster or "auto"; None starts a private one.
+        cpus: CPUs that a private one offers to tasks.
+        env: environment of every worker, beside the repository's PYTHONPATH.
+
+    Raises:
+        ValueError: nothing answers at `address`.
+    """
+    if address is not None:
+        _check_answers(address)
+    set_environment(private=address is None)
+    import ray  # after the environment: Ray reads it when it is imported
+
+    env = {"PYTHONPATH": os.environ["PYTHONPATH"], **env}
+    settings: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": log_to_driver}
+    folder: Path | None = None
+    on_terminate = signal.getsignal(signal.SIGTERM)
+    try:
+        if address is None:
+            remove_stale_folders()
+            prefix = f"{FOLDER_PREFIX}{os.getpid()}-"
+            folder = Path(tempfile.mkdtemp(prefix=prefix, dir=FOLDER_PARENT))
+            _start_private(folder, cpus, env, settings)
+        else:
+            try:
+                ray.init(address=address, runtime_env={"env_vars": env}, **settings)
+            except (ConnectionError, ValueError) as error:
+                raise ValueError(_no_cluster(str(error), address)) from None
+        if threading.current_thread() is threading.main_thread():
+            # Ray put its own handler on SIGTERM, which prints a stack; the old one goes back.
+            signal.signal(signal.SIGTERM, on_terminate)
+        yield folder
+    finally:
+        ray.shutdown()
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def set_environment(private: bool) -> None:
+    """What Ray reads from the environment, here and in every process that it starts.
+
+    Raises:
+        RuntimeError: Ray was imported before it could be told to stay private.
+    """
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ["RAY_DEDUP_LOGS"] = "0"
+    os.environ["RAY_COLOR_PREFIX"] = "0"
+    # Workers without GPUs get CUDA_VISIBLE_DEVICES from us, not from Ray.
+    os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if str(ROOT) not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, paths)])
+    if not private:
+        return
+    os.environ.pop("RAY_ADDRESS", None)
+    if "ray" in sys.modules:  # which read these when it was imported
+        if "RAY_AUTH_TOKEN" not in os.environ:
+            raise RuntimeError("ray was imported before its environment was set")
+        return
+    # The one switch that keeps a node on 127.0.0.1: Ray replaces an explicit 127.0.0.1 by the
+    # machine's address and then listens on all interfaces.
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    # A token for this process alone, in no file: other users of the machine cannot connect.
+    os.environ["RAY_AUTH_MODE"] = "token"
+    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+
+
+def remove_stale_folders() -> None:
+    """Removes what commands left behind that were killed so hard that they could not."""
+    for folder in FOLDER_PARENT.glob(f"{FOLDER_PREFIX}*-*"):
+        pid = folder.name.removeprefix(FOLDER_PREFIX).split("-")[0]
+        if folder.is_dir() and folder.stat().st_uid == os.getuid() and pid.isdecimal():
+            try:
+                os.kill(int(pid), 0)
+            except ProcessLookupError:
+                shutil.rmtree(folder, ignore_errors=True)
+            except PermissionError:
+                pass  # alive, and another user's: the number is in use again
+
+
+def _start_private(
+    folder: Path, cpus: int, env: Mapping[str, str], settings: Mapping[str, Any]
+) -> None:
+    """Starts Ray on this machine, with `env` and its own address in every worker's environment."""
+    import ray
+
+    for attempt in range(START_ATTEMPTS):
+        # Parts of Ray Train look for "the" cluster of this machine and would meet another one.
+        port = _free_port()
+        os.environ["RAY_GCS_SERVER_PORT"] = str(port)
+        try:
+            ray.init(
+                address="local",
+                num_cpus=cpus,
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                _temp_dir=str(folder),
+                runtime_env={"env_vars": {**env, "RAY_ADDRESS": f"127.0.0.1:{port}"}},
+                **settings,
+            )
+            return
+        except ValueError as error:
+            # Ray draws free ports at random and refuses its own draw when two parts got one port.
+            if PORT_CLASH not in str(error) or attempt + 1 == START_ATTEMPTS:
+                raise
+            ray.shutdown()
+
+
+def _check_answers(address: str) -> None:
+    """A wrong address is refused in seconds; Ray itself would try for minutes."""
+    if address == "auto":
+        return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ValueError(
+            f"--address is no address: got {address}; expected HOST:PORT of a Ray head, or auto"
+        )
+    try:
+        socket.create_connection((host, int(port)), CONNECT_TIMEOUT_SECONDS).close()
+    except OSError as error:
+        raise ValueError(_no_cluster(error.strerror or str(error), address)) from None
+
+
+def _no_cluster(found: str, address: str) -> str:
+    return (
+        f"no Ray cluster answers: got --address {address} ({' '.join(found.split())}); expected a "
+        "running Ray head; start one with `ray start --head`"
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
