@@ -48,6 +48,8 @@ def cluster(request: Request, address: str | None) -> Iterator[Path | None]:
             f"one machine cannot be several nodes: got --nodes {request.nodes}; expected 1 without "
             "--address; start Ray on the machines and give --address HOST:PORT"
         )
+    if address is None and "ray" in sys.modules:
+        raise RuntimeError("ray was imported before the launcher set its environment")
     set_environment(private=address is None)
     if address is None:
         _check_local_gpus(request)
