@@ -1,0 +1,130 @@
+"""How the gated delta rule's Triton kernels are launched: sizes from shapes, one table by GPU.
+
+The table is committed so that a first call compiles one variant of each kernel and tunes nothing.
+`python -m kernels tune --op gated_delta` measures the alternatives and prints a table to put here.
+"""
+
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from kernels.log_linear_ssd.launch import Way
+
+# Not measured yet: chosen by the sizes of tiles. See docs of `python -m kernels tune`.
+HOPPER_PAIRS: dict[str, Way] = {
+    "prepare": Way(),
+    "chunk": Way(loop_stages=2),
+    "leaf": Way(loop_stages=2),
+    "merge": Way(stages=3, heads=2),
+    "weights": Way(warps=2),
+    "carry": Way(stages=3, heads=2),
+    "out": Way(stages=3, heads=2),
+    "walk": Way(loop_stages=2),
+    "sum": Way(stages=3, heads=2),
+    "split": Way(),
+    "left": Way(stages=2),
+    "right": Way(stages=2),
+    "state": Way(stages=2),
+    "inside": Way(loop_stages=1),
+    "values": Way(loop_stages=2),
+    "keys": Way(loop_stages=1),
+    "gates": Way(warps=2),
+}
+# Any other GPU, and fp32: little shared memory.
+CAREFUL_PAIRS: dict[str, Way] = {
+    name: Way(warps=way.warps, stages=1, loop_stages=1) for name, way in HOPPER_PAIRS.items()
+}
+
+
+@dataclass(frozen=True, eq=False)
+class PairShape:
+    """Sizes and dtypes of one call; K and V are multiples of 64. There is one object for each set
+    of sizes, which keeps the kernels compiled for it."""
+
+    G: int
+    H: int
+    K: int
+    V: int
+    L: int
+    dtype: torch.dtype
+    device: torch.device
+    compiled: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+
+    @staticmethod
+    def of(q: Tensor, v: Tensor, level_weights: Tensor) -> "PairShape":
+        """From q [B, T, G, K], v [B, T, H, V] and level_weights [B, T, H, L]."""
+        G, K = q.shape[2:]
+        H, V = v.shape[2:]
+        L, weights_dtype = level_weights.shape[3], level_weights.dtype
+        return _pair_shape(G, H, K, V, L, v.dtype, weights_dtype, v.device)
+
+    def launch(self, kernel: Any, grid: tuple[int, int, int], *args: Any, **constants: Any) -> None:
+        """kernel[grid](*args, **constants) with the table's options.
+
+        Triton decides at every call which compiled variant fits its arguments; that costs more
+        than a small kernel runs. Here sizes, dtypes and the alignment of every buffer are fixed by
+        this object, so after the first call the variant is known.
+        """
+        way = self.table[kernel.__name__.removesuffix("_kernel")]
+        key = (kernel, way, *constants.values())
+        compiled = self.compiled.get(key)
+        if compiled is None:
+            self.compiled[key] = kernel[grid](*args, **constants, **way.compiler)
+        else:
+            compiled[grid](*args, *constants.values())
+
+    @property
+    def NL(self) -> int:
+        """Chunk levels that L allows, at least 1: rows of the read weights."""
+        return max(1, self.L - 7)
+
+    @property
+    def node(self) -> torch.dtype:
+        """Transitions, states, carried keys and queries in memory and in products. They are at
+        most 1 (states by a scale of their own), so fp16 holds them, and has three bits more than
+        bf16: with bf16 alone keys that repeat cost o 9e-3 (emulated; 2.6e-3 this way)."""
+        return torch.float16 if self.dtype == torch.bfloat16 else torch.float32
+
+    @property
+    def gradient(self) -> torch.dtype:
+        """Their gradients, which may be of any size."""
+        return torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float32
+
+    @property
+    def products(self) -> dict[str, Any]:
+        """NODE, GRAD: operands of the large products, which are as in memory; IP their precision
+        in fp32; FINE that of the [C, C] products and the tree's gradient, which are in fp32."""
+        bf16 = self.dtype == torch.bfloat16
+        precise = "tf32" if self.dtype == torch.float16 else "tf32x3"
+        return {
+            "NODE": tl.float16 if bf16 else tl.float32,
+            "GRAD": tl.bfloat16 if bf16 else tl.float32,
+            "IP": precise,
+            "FINE": "tf32" if bf16 else precise,
+        }
+
+    def columns(self, kernel: str) -> int:
+        """Columns of a tile of [transition | state]: 64 times the table's `heads`, if that fits."""
+        wanted = 64 * self.table[kernel].heads
+        return wanted if self.K % wanted == self.V % wanted == 0 else 64
+
+    @cached_property
+    def table(self) -> dict[str, Way]:
+        """The table for this GPU and these sizes."""
+        if self.dtype != torch.bfloat16 or self.device.type != "cuda":
+            return CAREFUL_PAIRS
+        major, _ = torch.cuda.get_device_capability(self.device)
+        return HOPPER_PAIRS if major >= 9 else CAREFUL_PAIRS
+
+
+@lru_cache(maxsize=256)
+def _pair_shape(
+    G: int, H: int, K: int, V: int, L: int, dtype: torch.dtype, weights_dtype: torch.dtype,
+    device: torch.device,
+) -> PairShape:  # fmt: skip
+    # weights_dtype makes objects differ whose compiled kernels do.
+    return PairShape(G, H, K, V, L, dtype, device)

@@ -1,0 +1,234 @@
+"""Log-linear gated delta rule forward in Triton: no loop over the chunks of a row.
+
+    prepare, chunk   gates; the WY form of every chunk (triton_chunk.py)
+    leaf, merge      the tree's nodes, level by level (triton_tree.py)
+    weights, carry   decay and lambda of every read; queries past the nodes they have read
+    out              o = (inside the chunk) + sum over read nodes of weight * (carried query U)
+
+kernels/log_linear_gated_delta/pair_plan.py says which chunk reads which node. Arrays of ours are
+[H, chunks, ...], inputs and outputs [tokens, ...].
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.log_linear_gated_delta.launch import PairShape
+from kernels.log_linear_gated_delta.pair_plan import PairPlan
+from kernels.log_linear_gated_delta.triton_chunk import chunk_kernel, leaf_kernel, prepare_kernel
+from kernels.log_linear_gated_delta.triton_tiles import (
+    load_tokens,
+    pair_chunk_row,
+    pair_weights,
+    tile_at,
+)
+from kernels.log_linear_gated_delta.triton_tree import carry_kernel, merge_kernel, weights_kernel
+from kernels.log_linear_ssd.launch import scratch, split, split_size
+from kernels.log_linear_ssd.triton_tiles import bit_length
+
+
+class Nodes(NamedTuple):
+    """The tree, which the forward pass leaves for the backward pass; the rest is made again.
+
+    transitions [H, 2 chunks, K, K]: of left children by the chunk they end at, then of right ones
+        by the chunk they begin at, without decay.
+    states [H, chunks, K, V]: of left children, divided by their scale.
+    total, scale [H, 2 chunks] fp32: g summed over all that a node covers; the state's scale.
+    """
+
+    transitions: Tensor
+    states: Tensor
+    total: Tensor
+    scale: Tensor
+
+    @staticmethod
+    def buffers(s: PairShape, NC: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Memory for transitions, for states, and for all that is fp32."""
+        return (
+            torch.empty(s.H * 2 * NC * s.K * s.K, device=s.device, dtype=s.node),
+            torch.empty(s.H * NC * s.K * s.V, device=s.device, dtype=s.node),
+            torch.empty(split_size(s.H * 2 * NC, s.H * 2 * NC), device=s.device, dtype=torch.float32),
+        )
+
+    @staticmethod
+    def of(transitions: Tensor, states: Tensor, floats: Tensor, s: PairShape, NC: int) -> "Nodes":
+        """Views of the buffers that `buffers` makes."""
+        return Nodes(transitions, states, *split(floats, s.H * 2 * NC, s.H * 2 * NC))
+
+
+class Terms(NamedTuple):
+    """What both passes need of every chunk; flat.
+
+    compact [H, slots, 16]: lambda times decay of pairs in the chunk (see triton_tiles.py).
+    block_end, chunk_end [H, slots]: exp(sum of g after the slot) to its block's, its chunk's end.
+    chunk_total, value_scale [H, chunks]: g summed; a power of two that no |v| exceeds.
+    read_weights [H, NL, slots]: see weights_kernel.
+    inverse, coefficients [H, chunks, 64, 64]: R, P.  keys [H, chunks, K, 64]: k^T R.
+    carried [H, rows, 64, K]: the queries of every read.
+    """
+
+    compact: Tensor
+    block_end: Tensor
+    chunk_end: Tensor
+    chunk_total: Tensor
+    value_scale: Tensor
+    read_weights: Tensor
+    inverse: Tensor
+    coefficients: Tensor
+    keys: Tensor
+    carried: Tensor
+
+
+@triton.jit(do_not_specialize=["NC", "NR", "H", "NL"])
+def out_kernel(
+    v_, beta_, chunks, compact, block_end, read_weights, coefficients, carried, states, node_scale,
+    o_, NC, NR, H, NL,
+    K: tl.constexpr, V: tl.constexpr, BN: tl.constexpr, NODE: tl.constexpr, GRAD: tl.constexpr,
+    IP: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    h = tl.program_id(0) % H
+    vt = tl.program_id(0) // H % (V // BN)
+    n = tl.num_programs(0) // (H * (V // BN)) - 1 - tl.program_id(0) // (H * (V // BN))
+    token, length, c, reads, _, _, row = pair_chunk_row(chunks, n)
+    NS = NC.to(tl.int64) * 64
+    i = tl.arange(0, 64)
+    ok = i < length
+    chunk = h * NC.to(tl.int64) + n
+    queries = carried + (h * NR.to(tl.int64) + row) * (64 * K)
+    e = c
+    o = tl.zeros((64, BN), tl.float32)
+    for x in range(reads):
+        low = e & (-e)
+        state = states + (h * NC.to(tl.int64) + n - c + e) * (K * V)
+        seen = tl.zeros((64, BN), tl.float32)
+        for m in tl.range(0, K // 64, num_stages=STAGES):
+            q = tl.load(queries + tile_at(0, m * 64, 64, 64, K))
+            u = tl.load(state + tile_at(m * 64, vt * BN, 64, BN, V))
+            seen = tl.dot(q, u, seen, input_precision=IP)
+        weight = tl.load(read_weights + (h * NL + bit_length(low) - 1) * NS + n * 64 + i)
+        scale = tl.load(node_scale + h * 2 * NC.to(tl.int64) + n - c + e)
+        o += seen * (weight * scale)[:, None]
+        queries += 64 * K
+        e = e - low
+    weights = pair_weights(compact, block_end, chunk * 64 + i)
+    coefficient = tl.load(coefficients + chunk * 4096 + tile_at(0, 0, 64, 64, 64))
+    beta = tl.load(beta_ + (token + i) * H + h, mask=ok, other=0.0).to(tl.float32)
+    v = load_tokens(v_, token, ok, h, H, vt, V, BN).to(tl.float32)
+    weighed = (coefficient.to(tl.float32) * weights).to(GRAD)
+    o = tl.dot(weighed, (v * beta[:, None]).to(GRAD), o, input_precision=IP)
+    to = o_ + ((token + i) * H + h)[:, None] * V + vt * BN + tl.arange(0, BN)[None, :]
+    tl.store(to, o.to(o_.dtype.element_ty), mask=ok[:, None])
+
+
+def chunk_terms(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, level_weights: Tensor,
+    plan: PairPlan, NC: int, far: bool,
+) -> Terms:  # fmt: skip
+    """All of `Terms` but what needs the tree: read_weights, and of `carried` the first rows."""
+    s = PairShape.of(q, v, level_weights)
+    slots, NR = NC * 64, max(1, plan.num_rows)
+    floats = scratch(
+        s.device, s.H * slots, s.H * slots, s.H * NC, s.H * NC, s.H * s.NL * slots
+    )
+
+    def empty(size: int) -> Tensor:
+        return torch.empty(size, device=s.device, dtype=s.node)
+
+    compact = empty(s.H * slots * 16)
+    squares = s.H * NC * 64 * 64
+    inverse, coefficients, keys = empty(squares), empty(squares), empty(s.H * slots * s.K)
+    terms = Terms(compact, *floats, inverse, coefficients, keys, empty(s.H * NR * 64 * s.K))
+    grid = (plan.num_chunks * s.H, 1, 1)
+    s.launch(
+        prepare_kernel, grid,
+        g, v, level_weights, plan.chunks, *terms[:5], NC, s.H, s.L,
+        V=s.V,
+    )  # fmt: skip
+    types = s.products
+    s.launch(
+        chunk_kernel, grid,
+        q, k, beta, plan.chunks, inverse, coefficients, keys, terms.carried, NC, NR, s.H, s.G,
+        int(far),
+        K=s.K, NODE=types["NODE"], GRAD=types["GRAD"], IP=types["IP"],
+    )  # fmt: skip
+    return terms
+
+
+def carry_queries(s: PairShape, terms: Terms, nodes: Nodes, plan: PairPlan, NC: int) -> None:
+    """The other rows of `carried`."""
+    types, BN = s.products, s.columns("carry")
+    NR = max(1, plan.num_rows)
+    for begin, end in plan.read_levels:
+        s.launch(
+            carry_kernel, ((end - begin) * (s.K // BN) * s.H, 1, 1),
+            plan.reads, nodes.transitions, terms.carried, NC, NR, s.H, begin,
+            K=s.K, BN=BN, NODE=types["NODE"], IP=types["IP"], STAGES=s.table["carry"].stages,
+        )  # fmt: skip
+
+
+def read_weights(
+    s: PairShape, g: Tensor, level_weights: Tensor, terms: Terms, nodes: Nodes, plan: PairPlan,
+    NC: int,
+) -> None:  # fmt: skip
+    """Fills terms.read_weights where a chunk reads."""
+    s.launch(
+        weights_kernel, (plan.num_chunks * s.H, 1, 1),
+        g, level_weights, plan.chunks, nodes.total, terms.read_weights, NC, s.H, s.L, s.NL,
+    )  # fmt: skip
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, level_weights: Tensor,
+    plan: PairPlan, NC: int, far: bool,
+) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
+    """o [B, T, H, V] in v's dtype; with `far` the queries carried to their document's first token
+    [H, chunks, 64, K]; the buffers of `Nodes` for the backward pass.
+
+    Args:
+        q, k [B, T, G, K], v [B, T, H, V], g, beta [B, T, H], level_weights [B, T, H, L], all
+            contiguous; K and V multiples of 64.
+        plan: of the documents in these B * T tokens.
+        NC: chunks to make room for, at least the plan's.
+    """
+    s = PairShape.of(q, v, level_weights)
+    types, BN = s.products, s.columns("merge")
+    terms = chunk_terms(q, k, v, g, beta, level_weights, plan, NC, far)
+    buffers = Nodes.buffers(s, NC)
+    nodes = Nodes.of(*buffers, s, NC)
+    right_states = torch.empty_like(nodes.states)
+    s.launch(
+        leaf_kernel, (plan.num_chunks * (s.K // 64) * s.H, 1, 1),
+        k, v, beta, plan.chunks, terms.keys, terms.chunk_end, terms.chunk_total, terms.value_scale,
+        nodes.transitions, nodes.states, right_states, nodes.total, nodes.scale, NC, s.H, s.G,
+        K=s.K, V=s.V, NODE=types["NODE"], GRAD=types["GRAD"], IP=types["IP"],
+    )  # fmt: skip
+    for begin, end in plan.merge_levels:
+        s.launch(
+            merge_kernel, ((end - begin) * (s.K // 64) * ((s.K + s.V) // BN) * s.H, 1, 1),
+            plan.merges, nodes.transitions, nodes.states, right_states, nodes.total, nodes.scale,
+            NC, s.H, begin,
+            K=s.K, V=s.V, BN=BN, NODE=types["NODE"], IP=types["IP"],
+            STAGES=s.table["merge"].stages,
+        )  # fmt: skip
+    del right_states
+    read_weights(s, g, level_weights, terms, nodes, plan, NC)
+    carry_queries(s, terms, nodes, plan, NC)
+    o, BN = torch.empty_like(v), s.columns("out")
+    s.launch(
+        out_kernel, (plan.num_chunks * (s.V // BN) * s.H, 1, 1),
+        v, beta, plan.chunks, terms.compact, terms.block_end, terms.read_weights,
+        terms.coefficients, terms.carried, nodes.states, nodes.scale, o, NC, max(1, plan.num_rows),
+        s.H, s.NL,
+        K=s.K, V=s.V, BN=BN, NODE=types["NODE"], GRAD=types["GRAD"], IP=types["IP"],
+        STAGES=s.table["out"].stages,
+    )  # fmt: skip
+    return o, far_rows(terms.carried, s, plan) if far else None, buffers
+
+
+def far_rows(carried: Tensor, s: PairShape, plan: PairPlan) -> Tensor:
+    """[H, num_chunks, 64, K] of rows [H, rows, 64, K]: the last row of every chunk."""
+    rows = (plan.chunks[:, 6] + plan.chunks[:, 3]).long()
+    return carried[: s.H * plan.num_rows * 64 * s.K].view(s.H, -1, 64, s.K).index_select(1, rows)
