@@ -34,7 +34,8 @@ class PairPlan:
     sums [items, 4]: a node's gradient, at most READERS_PER_SUM of its readers: n of the node, first
         of the reads, how many, and where the sum goes: -1 for the node, else a partial slot.
     splits [nodes, 3]: nodes with several items: n, first partial slot, partials.
-    merge_levels, read_levels: begin and end of each level in `merges` and `reads`.
+    slots [tokens] int64, with `far`: 64 times its chunk plus its place there, for every token.
+    merge_levels, read_levels: begin and end in `merges` and `reads` of levels 0, 1, ...
     """
 
     num_chunks: int
@@ -45,6 +46,7 @@ class PairPlan:
     reads: Tensor
     sums: Tensor
     splits: Tensor
+    slots: Tensor
     merge_levels: tuple[tuple[int, int], ...]
     read_levels: tuple[tuple[int, int], ...]
 
@@ -147,9 +149,15 @@ def _pair_plan(
         reads=put(_rows(reads, 4)),
         sums=put(items),
         splits=put(_rows(splits, 3)),
+        slots=_slots(chunks[:, 1]).to(device) if far else n[:0].to(device),
         merge_levels=_spans(merges),
         read_levels=_spans(reads),
     )
+
+
+def _slots(length: Tensor) -> Tensor:
+    inside = torch.arange(PAIR_CHUNK)
+    return (inside < length[:, None]).flatten().nonzero().flatten()
 
 
 def _rows(tables: list[Tensor], columns: int) -> Tensor:
@@ -159,7 +167,6 @@ def _rows(tables: list[Tensor], columns: int) -> Tensor:
 def _spans(tables: list[Tensor]) -> tuple[tuple[int, int], ...]:
     spans, begin = [], 0
     for table in tables:
-        if len(table):
-            spans.append((begin, begin + len(table)))
+        spans.append((begin, begin + len(table)))
         begin += len(table)
     return tuple(spans)

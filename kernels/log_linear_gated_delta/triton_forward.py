@@ -67,7 +67,6 @@ class Terms(NamedTuple):
     chunk_total, value_scale [H, chunks]: g summed; a power of two that no |v| exceeds.
     read_weights [H, NL, slots]: see weights_kernel.
     inverse, coefficients [H, chunks, 64, 64]: R, P.  keys [H, chunks, K, 64]: k^T R.
-    carried [H, rows, 64, K]: the queries of every read.
     """
 
     compact: Tensor
@@ -79,7 +78,6 @@ class Terms(NamedTuple):
     inverse: Tensor
     coefficients: Tensor
     keys: Tensor
-    carried: Tensor
 
 
 @triton.jit(do_not_specialize=["NC", "NR", "H", "NL"])
@@ -126,8 +124,9 @@ def out_kernel(
 def chunk_terms(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, level_weights: Tensor,
     plan: PairPlan, NC: int, far: bool,
-) -> Terms:  # fmt: skip
-    """All of `Terms` but what needs the tree: read_weights, and of `carried` the first rows."""
+) -> tuple[Terms, Tensor]:  # fmt: skip
+    """All of `Terms` but read_weights, which need the tree; and [H, rows, 64, K], flat, for the
+    queries of every read, the first rows of which are filled."""
     s = PairShape.of(q, v, level_weights)
     slots, NR = NC * 64, max(1, plan.num_rows)
     floats = scratch(
@@ -140,7 +139,8 @@ def chunk_terms(
     compact = empty(s.H * slots * 16)
     squares = s.H * NC * 64 * 64
     inverse, coefficients, keys = empty(squares), empty(squares), empty(s.H * slots * s.K)
-    terms = Terms(compact, *floats, inverse, coefficients, keys, empty(s.H * NR * 64 * s.K))
+    terms = Terms(compact, *floats, inverse, coefficients, keys)
+    carried = empty(s.H * NR * 64 * s.K)
     grid = (plan.num_chunks * s.H, 1, 1)
     s.launch(
         prepare_kernel, grid,
@@ -150,21 +150,23 @@ def chunk_terms(
     types = s.products
     s.launch(
         chunk_kernel, grid,
-        q, k, beta, plan.chunks, inverse, coefficients, keys, terms.carried, NC, NR, s.H, s.G,
+        q, k, beta, plan.chunks, inverse, coefficients, keys, carried, NC, NR, s.H, s.G,
         int(far),
         K=s.K, NODE=types["NODE"], GRAD=types["GRAD"], IP=types["IP"],
     )  # fmt: skip
-    return terms
+    return terms, carried
 
 
-def carry_queries(s: PairShape, terms: Terms, nodes: Nodes, plan: PairPlan, NC: int) -> None:
+def carry_queries(s: PairShape, carried: Tensor, nodes: Nodes, plan: PairPlan, NC: int) -> None:
     """The other rows of `carried`."""
     types, BN = s.products, s.columns("carry")
     NR = max(1, plan.num_rows)
     for begin, end in plan.read_levels:
+        if begin == end:
+            continue
         s.launch(
             carry_kernel, ((end - begin) * (s.K // BN) * s.H, 1, 1),
-            plan.reads, nodes.transitions, terms.carried, NC, NR, s.H, begin,
+            plan.reads, nodes.transitions, carried, NC, NR, s.H, begin,
             K=s.K, BN=BN, NODE=types["NODE"], IP=types["IP"], STAGES=s.table["carry"].stages,
         )  # fmt: skip
 
@@ -195,7 +197,7 @@ def forward(
     """
     s = PairShape.of(q, v, level_weights)
     types, BN = s.products, s.columns("merge")
-    terms = chunk_terms(q, k, v, g, beta, level_weights, plan, NC, far)
+    terms, carried = chunk_terms(q, k, v, g, beta, level_weights, plan, NC, far)
     buffers = Nodes.buffers(s, NC)
     nodes = Nodes.of(*buffers, s, NC)
     right_states = torch.empty_like(nodes.states)
@@ -206,6 +208,8 @@ def forward(
         K=s.K, V=s.V, NODE=types["NODE"], GRAD=types["GRAD"], IP=types["IP"],
     )  # fmt: skip
     for begin, end in plan.merge_levels:
+        if begin == end:
+            continue
         s.launch(
             merge_kernel, ((end - begin) * (s.K // 64) * ((s.K + s.V) // BN) * s.H, 1, 1),
             plan.merges, nodes.transitions, nodes.states, right_states, nodes.total, nodes.scale,
@@ -215,17 +219,17 @@ def forward(
         )  # fmt: skip
     del right_states
     read_weights(s, g, level_weights, terms, nodes, plan, NC)
-    carry_queries(s, terms, nodes, plan, NC)
+    carry_queries(s, carried, nodes, plan, NC)
     o, BN = torch.empty_like(v), s.columns("out")
     s.launch(
         out_kernel, (plan.num_chunks * (s.V // BN) * s.H, 1, 1),
         v, beta, plan.chunks, terms.compact, terms.block_end, terms.read_weights,
-        terms.coefficients, terms.carried, nodes.states, nodes.scale, o, NC, max(1, plan.num_rows),
+        terms.coefficients, carried, nodes.states, nodes.scale, o, NC, max(1, plan.num_rows),
         s.H, s.NL,
         K=s.K, V=s.V, BN=BN, NODE=types["NODE"], GRAD=types["GRAD"], IP=types["IP"],
         STAGES=s.table["out"].stages,
     )  # fmt: skip
-    return o, far_rows(terms.carried, s, plan) if far else None, buffers
+    return o, far_rows(carried, s, plan) if far else None, buffers
 
 
 def far_rows(carried: Tensor, s: PairShape, plan: PairPlan) -> Tensor:
