@@ -110,8 +110,8 @@ def sum_kernel(
             weighed = (do * weight[:, None]).to(GRAD)
             acc = tl.dot(tl.trans(q), weighed, acc, input_precision=IP)
     if target >= 0:
-        to = partials + (h * NP.to(tl.int64) + target) * (K * (K + V))
-        tl.store(to + tile_at(kt * 64, ct * BN, 64, BN, K + V), acc)
+        partial = partials + (h * NP.to(tl.int64) + target) * (K * (K + V))
+        tl.store(partial + tile_at(kt * 64, ct * BN, 64, BN, K + V), acc)
     else:
         if ct < K // BN:
             to = dtransitions + (h * NC.to(tl.int64) + node) * (K * K)

@@ -121,5 +121,7 @@ def dot_fine(x, y, NODE: tl.constexpr, IP: tl.constexpr):
     if NODE == tl.float16:
         high = y.to(tl.float16)
         low = (y - high.to(tl.float32)).to(tl.float16)
-        return tl.dot(x, low, tl.dot(x, high))
-    return tl.dot(x, y, input_precision=IP)
+        product = tl.dot(x, low, tl.dot(x, high))
+    else:
+        product = tl.dot(x, y, input_precision=IP)
+    return product
