@@ -52,11 +52,13 @@ def gated_delta_with_states(
         nothing = x.new_zeros(1, 1, *x.shape[2:])
         return torch.cat([x, nothing], dim=1).index_select(1, tokens)
 
-    inputs = [row(x) for x in (q, k, v, log_decay, beta, level_weights)]
+    decay_row, weights_row = row(log_decay), row(level_weights)
     first = torch.tensor(positions) - torch.tensor(before) if any(positions) else None
-    o, far = log_linear_gated_delta_triton(*inputs, cu_seqlens, first)
+    o, far = log_linear_gated_delta_triton(
+        row(q), row(k), row(v), decay_row, row(beta), weights_row, cu_seqlens, first
+    )
     if far is not None and initial_state is not None:
-        past = _past_output(far, inputs[3], inputs[5], initial_state, padded, before)
+        past = _past_output(far, decay_row, weights_row, initial_state, padded, before)
         o = (o.float() + past).to(v.dtype)
     o = (o if tokens is None else o[:, tokens < B * T]).reshape(v.shape)
     state = None
@@ -108,7 +110,7 @@ def _final_state(
     """The state after each document: levels [N, H, L, K, V] fp32."""
     H = v.shape[2]
     k = k.repeat_interleave(H // k.shape[2], dim=2)
-    rows = [x.flatten(0, 1).transpose(0, 1) for x in (k, v, log_decay, beta)]  # [H, tokens, ...]
+    k, v, log_decay, beta = (x.flatten(0, 1).transpose(0, 1) for x in (k, v, log_decay, beta))
     positions = torch.zeros(len(lengths), dtype=torch.int64)
     past = None
     if initial_state is not None:
@@ -116,9 +118,12 @@ def _final_state(
         past = carry(initial_state.levels.float(), positions)
     states, begin = [], 0
     for n, length in enumerate(lengths):
-        document = [x[:, begin : begin + length] for x in rows]
-        blocks_of_past = None if past is None else past[n]
-        states.append(_document_state(*document, L, int(positions[n]), blocks_of_past))
+        rows = slice(begin, begin + length)
+        state = _document_state(
+            k[:, rows], v[:, rows], log_decay[:, rows], beta[:, rows], L, int(positions[n]),
+            None if past is None else past[n],
+        )  # fmt: skip
+        states.append(state)
         begin += length
     return FenwickState(torch.stack(states), positions + torch.tensor(lengths))
 

@@ -36,7 +36,7 @@ HOPPER_PAIRS: dict[str, Way] = {
 }
 # Any other GPU, and fp32: little shared memory.
 CAREFUL_PAIRS: dict[str, Way] = {
-    name: Way(warps=way.warps, stages=1, loop_stages=1) for name, way in HOPPER_PAIRS.items()
+    _name: Way(warps=_way.warps, stages=1, loop_stages=1) for _name, _way in HOPPER_PAIRS.items()
 }
 
 
@@ -69,7 +69,7 @@ class PairShape:
         than a small kernel runs. Here sizes, dtypes and the alignment of every buffer are fixed by
         this object, so after the first call the variant is known.
         """
-        way = self.table[kernel.__name__.removesuffix("_kernel")]
+        way = self.table[kernel.__name__.removeprefix("pair_").removesuffix("_kernel")]
         key = (kernel, way, *constants.values())
         compiled = self.compiled.get(key)
         if compiled is None:

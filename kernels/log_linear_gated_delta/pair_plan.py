@@ -109,7 +109,9 @@ def _pair_plan(
         e, end = c[between], between + size
         left = (e & (2 * size) == 0) | (e - size <= first[between])
         # The parent ends at e + size; e has bit j, so it is a left child where bit j + 1 is clear.
-        merges.append(torch.stack([between, end, left.long(), torch.where(left, end, between - size)], 1))
+        merges.append(
+            torch.stack([between, end, left.long(), torch.where(left, end, between - size)], 1)
+        )
 
         node = n - (c & (size - 1))
         follows = (read_so_far + 1 < read_count) | far

@@ -1,12 +1,12 @@
 """Log-linear gated delta rule backward in Triton. No atomics, no loop over a row's chunks.
 
-    prepare, chunk, weights, carry   what the forward pass did not keep (triton_forward.py)
-    walk                 from the farthest node of a chunk to the nearest, level by level
-    sum, split           gradient of every node from its readers
-    left, right          from parents to children, level by level (triton_nodes.py)
-    state, inside        gradients of carried keys; of the [C, C] matrices (triton_inside.py)
-    values, keys         dv, dq, dk
-    gates                dlevel_weights, dg, dbeta (triton_gates.py)
+prepare, chunk, weights, carry   what the forward pass did not keep (triton_forward.py)
+walk                 from the farthest node of a chunk to the nearest, level by level
+sum, split           gradient of every node from its readers
+left, right          from parents to children, level by level (triton_nodes.py)
+state, inside        gradients of carried keys; of the [C, C] matrices (triton_inside.py)
+values, keys         dv, dq, dk
+gates                dlevel_weights, dg, dbeta (triton_gates.py)
 """
 
 from collections.abc import Sequence
@@ -24,31 +24,31 @@ from kernels.log_linear_gated_delta.triton_forward import (
     chunk_terms,
     read_weights,
 )
-from kernels.log_linear_gated_delta.triton_gates import gates_kernel
+from kernels.log_linear_gated_delta.triton_gates import pair_gates_kernel
 from kernels.log_linear_gated_delta.triton_inside import (
-    inside_kernel,
-    keys_kernel,
-    state_kernel,
-    values_kernel,
+    pair_inside_kernel,
+    pair_keys_kernel,
+    pair_state_kernel,
+    pair_values_kernel,
 )
 from kernels.log_linear_gated_delta.triton_nodes import (
-    left_kernel,
-    right_kernel,
-    split_kernel,
-    sum_kernel,
-    walk_kernel,
+    pair_left_kernel,
+    pair_right_kernel,
+    pair_split_kernel,
+    pair_sum_kernel,
+    pair_walk_kernel,
 )
 from kernels.log_linear_ssd.launch import scratch
 
 
-def backward(
+def pair_backward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, level_weights: Tensor, do: Tensor,
     dfar: Tensor | None, buffers: Sequence[Tensor], plan: PairPlan, NC: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """dq, dk, dv, dg (fp32), dbeta, dlevel_weights for the gradients of `forward`'s outputs.
+    """dq, dk, dv, dg (fp32), dbeta, dlevel_weights for the gradients of `pair_forward`'s outputs.
 
-    do: [B, T, H, V];  dfar: [H, num_chunks, 64, K] or None, as `forward` was called.
-    buffers: as `forward` returned them.
+    do: [B, T, H, V];  dfar: [H, num_chunks, 64, K] or None, as `pair_forward` was called.
+    buffers: as `pair_forward` returned them.
     """
     s = PairShape.of(q, v, level_weights)
     far = dfar is not None
@@ -83,19 +83,19 @@ def backward(
             right_dtransitions, dstates,
         )  # fmt: skip
         s.launch(
-            right_kernel, ((end - begin) * (s.K // 64) ** 2 * s.H, 1, 1),
+            pair_right_kernel, ((end - begin) * (s.K // 64) ** 2 * s.H, 1, 1),
             *through, NC, s.H, begin,
             K=s.K, V=s.V, GRAD=GRAD, FINE=FINE, STAGES=s.table["right"].stages,
         )  # fmt: skip
         s.launch(
-            left_kernel, ((end - begin) * (KV // 4096) * s.H, 1, 1),
+            pair_left_kernel, ((end - begin) * (KV // 4096) * s.H, 1, 1),
             *through, merged, NC, s.H, begin,
             K=s.K, V=s.V, GRAD=GRAD, FINE=FINE, STAGES=s.table["left"].stages,
         )  # fmt: skip
 
     dkeys = empty(per_slot * s.K)
     s.launch(
-        state_kernel, (plan.num_chunks * (s.K // 64) * s.H, 1, 1),
+        pair_state_kernel, (plan.num_chunks * (s.K // 64) * s.H, 1, 1),
         k, v, beta, plan.chunks, terms.chunk_end, dtransitions, right_dtransitions, dstates, dkeys,
         NC, s.H, s.G,
         K=s.K, V=s.V, GRAD=GRAD, IP=IP, STAGES=s.table["state"].stages,
@@ -105,7 +105,7 @@ def backward(
         per_slot * (s.K // 64), per_slot * 64, per_slot * 64,
     )  # fmt: skip
     s.launch(
-        inside_kernel, (plan.num_chunks * s.H, 1, 1),
+        pair_inside_kernel, (plan.num_chunks * s.H, 1, 1),
         k, v, beta, do, plan.chunks, terms.compact, terms.block_end, terms.inverse,
         terms.coefficients, terms.keys, dkeys, dqueries, dcompact, dg_inside, dscores, doverlap,
         NC, s.H, s.G, int(far),
@@ -113,7 +113,7 @@ def backward(
     )  # fmt: skip
     dv = torch.empty_like(v)
     s.launch(
-        values_kernel, (plan.num_chunks * (s.V // 64) * s.H, 1, 1),
+        pair_values_kernel, (plan.num_chunks * (s.V // 64) * s.H, 1, 1),
         v, beta, do, plan.chunks, terms.compact, terms.block_end, terms.chunk_end,
         terms.coefficients, terms.keys, dstates, dv, leaving, dbeta_values, NC, s.H,
         K=s.K, V=s.V, GRAD=GRAD, IP=IP, FINE=FINE,
@@ -121,11 +121,9 @@ def backward(
     B, T = v.shape[:2]
     # One head's dq and dk, summed over the heads of a group where there are several.
     heads_dtype = q.dtype if s.G == s.H else torch.float32
-    dq, dk = (
-        torch.empty(B, T, s.H, s.K, device=s.device, dtype=heads_dtype) for _ in range(2)
-    )
+    dq, dk = (torch.empty(B, T, s.H, s.K, device=s.device, dtype=heads_dtype) for _ in range(2))
     s.launch(
-        keys_kernel, (plan.num_chunks * (s.K // 64) * s.H, 1, 1),
+        pair_keys_kernel, (plan.num_chunks * (s.K // 64) * s.H, 1, 1),
         q, k, beta, plan.chunks, terms.inverse, terms.coefficients, terms.keys, dkeys, dqueries,
         dtransitions, right_dtransitions, dscores, doverlap, dq, dk, dbeta_keys, NC, s.H, s.G,
         int(far),
@@ -135,7 +133,7 @@ def backward(
         dq, dk = (x.unflatten(2, (s.G, -1)).sum(3).to(q.dtype) for x in (dq, dk))
     dlevel_weights, dg, dbeta = (torch.empty_like(x) for x in (level_weights, g, beta))
     s.launch(
-        gates_kernel, (plan.num_chunks * s.H, 1, 1),
+        pair_gates_kernel, (plan.num_chunks * s.H, 1, 1),
         g, plan.chunks, nodes.total, terms.read_weights, dread_weights, dcompact, dg_inside,
         leaving, merged, read_mass, dbeta_values, dbeta_keys, dlevel_weights, dg, dbeta, NC, s.H,
         s.L, s.NL,
@@ -167,7 +165,7 @@ def _through_reads(
         if begin == end:
             continue
         s.launch(
-            walk_kernel, ((end - begin) * s.H, 1, 1),
+            pair_walk_kernel, ((end - begin) * s.H, 1, 1),
             do, plan.chunks, plan.reads, nodes.transitions, nodes.states, nodes.scale,
             terms.read_weights, carried, dcarried, dqueries, dread_weights, read_mass, NC, NR, s.H,
             s.NL, begin, level,
@@ -176,7 +174,7 @@ def _through_reads(
     (partials,) = scratch(s.device, s.H * plan.num_partials * KV)
     if items := len(plan.sums):
         s.launch(
-            sum_kernel, (items * (s.K // 64) * ((s.K + s.V) // BN) * s.H, 1, 1),
+            pair_sum_kernel, (items * (s.K // 64) * ((s.K + s.V) // BN) * s.H, 1, 1),
             do, plan.chunks, plan.reads, plan.sums, terms.read_weights, carried, dcarried,
             dtransitions, dstates, partials, NC, NR, NP, s.H, s.NL,
             K=s.K, V=s.V, BN=BN, GRAD=types["GRAD"], IP=types["IP"],
@@ -184,7 +182,7 @@ def _through_reads(
         )  # fmt: skip
     if splits := len(plan.splits):
         s.launch(
-            split_kernel, (splits * (KV // 4096) * s.H, 1, 1),
+            pair_split_kernel, (splits * (KV // 4096) * s.H, 1, 1),
             plan.splits, partials, dtransitions, dstates, NC, NP, s.H,
             K=s.K, V=s.V, GRAD=types["GRAD"],
         )  # fmt: skip

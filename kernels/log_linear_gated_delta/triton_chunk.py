@@ -24,7 +24,7 @@ from kernels.log_linear_ssd.triton_tiles import bit_length, decay_over
 
 
 @triton.jit(do_not_specialize=["NC", "H", "L"])
-def prepare_kernel(
+def pair_prepare_kernel(
     g_, v_, level_weights, chunks, compact, block_end, chunk_end, chunk_total, value_scale,
     NC, H, L,
     V: tl.constexpr,
@@ -66,7 +66,7 @@ def prepare_kernel(
 
 
 @triton.jit(do_not_specialize=["NC", "NR", "H", "G", "FAR"])
-def chunk_kernel(
+def pair_chunk_kernel(
     q_, k_, beta_, chunks, inverse, coefficients, keys, carried, NC, NR, H, G, FAR,
     K: tl.constexpr, NODE: tl.constexpr, GRAD: tl.constexpr, IP: tl.constexpr,
 ):  # fmt: skip
@@ -105,7 +105,7 @@ def chunk_kernel(
 
 
 @triton.jit(do_not_specialize=["NC", "H", "G"])
-def leaf_kernel(
+def pair_leaf_kernel(
     k_, v_, beta_, chunks, keys, chunk_end, chunk_total, value_scale, transitions, states,
     right_states, node_total, node_scale, NC, H, G,
     K: tl.constexpr, V: tl.constexpr, NODE: tl.constexpr, GRAD: tl.constexpr, IP: tl.constexpr,

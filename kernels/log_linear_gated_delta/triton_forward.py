@@ -18,14 +18,22 @@ from torch import Tensor
 
 from kernels.log_linear_gated_delta.launch import PairShape
 from kernels.log_linear_gated_delta.pair_plan import PairPlan
-from kernels.log_linear_gated_delta.triton_chunk import chunk_kernel, leaf_kernel, prepare_kernel
+from kernels.log_linear_gated_delta.triton_chunk import (
+    pair_chunk_kernel,
+    pair_leaf_kernel,
+    pair_prepare_kernel,
+)
 from kernels.log_linear_gated_delta.triton_tiles import (
     load_tokens,
     pair_chunk_row,
     pair_weights,
     tile_at,
 )
-from kernels.log_linear_gated_delta.triton_tree import carry_kernel, merge_kernel, weights_kernel
+from kernels.log_linear_gated_delta.triton_tree import (
+    pair_carry_kernel,
+    pair_merge_kernel,
+    pair_weights_kernel,
+)
 from kernels.log_linear_ssd.launch import scratch, split, split_size
 from kernels.log_linear_ssd.triton_tiles import bit_length
 
@@ -50,7 +58,9 @@ class Nodes(NamedTuple):
         return (
             torch.empty(s.H * 2 * NC * s.K * s.K, device=s.device, dtype=s.node),
             torch.empty(s.H * NC * s.K * s.V, device=s.device, dtype=s.node),
-            torch.empty(split_size(s.H * 2 * NC, s.H * 2 * NC), device=s.device, dtype=torch.float32),
+            torch.empty(
+                split_size(s.H * 2 * NC, s.H * 2 * NC), device=s.device, dtype=torch.float32
+            ),
         )
 
     @staticmethod
@@ -65,7 +75,7 @@ class Terms(NamedTuple):
     compact [H, slots, 16]: lambda times decay of pairs in the chunk (see triton_tiles.py).
     block_end, chunk_end [H, slots]: exp(sum of g after the slot) to its block's, its chunk's end.
     chunk_total, value_scale [H, chunks]: g summed; a power of two that no |v| exceeds.
-    read_weights [H, NL, slots]: see weights_kernel.
+    read_weights [H, NL, slots]: see pair_weights_kernel.
     inverse, coefficients [H, chunks, 64, 64]: R, P.  keys [H, chunks, K, 64]: k^T R.
     """
 
@@ -81,7 +91,7 @@ class Terms(NamedTuple):
 
 
 @triton.jit(do_not_specialize=["NC", "NR", "H", "NL"])
-def out_kernel(
+def pair_out_kernel(
     v_, beta_, chunks, compact, block_end, read_weights, coefficients, carried, states, node_scale,
     o_, NC, NR, H, NL,
     K: tl.constexpr, V: tl.constexpr, BN: tl.constexpr, NODE: tl.constexpr, GRAD: tl.constexpr,
@@ -98,7 +108,7 @@ def out_kernel(
     queries = carried + (h * NR.to(tl.int64) + row) * (64 * K)
     e = c
     o = tl.zeros((64, BN), tl.float32)
-    for x in range(reads):
+    for _ in range(reads):
         low = e & (-e)
         state = states + (h * NC.to(tl.int64) + n - c + e) * (K * V)
         seen = tl.zeros((64, BN), tl.float32)
@@ -129,9 +139,7 @@ def chunk_terms(
     queries of every read, the first rows of which are filled."""
     s = PairShape.of(q, v, level_weights)
     slots, NR = NC * 64, max(1, plan.num_rows)
-    floats = scratch(
-        s.device, s.H * slots, s.H * slots, s.H * NC, s.H * NC, s.H * s.NL * slots
-    )
+    floats = scratch(s.device, s.H * slots, s.H * slots, s.H * NC, s.H * NC, s.H * s.NL * slots)
 
     def empty(size: int) -> Tensor:
         return torch.empty(size, device=s.device, dtype=s.node)
@@ -139,17 +147,17 @@ def chunk_terms(
     compact = empty(s.H * slots * 16)
     squares = s.H * NC * 64 * 64
     inverse, coefficients, keys = empty(squares), empty(squares), empty(s.H * slots * s.K)
-    terms = Terms(compact, *floats, inverse, coefficients, keys)
+    terms = Terms._make([compact, *floats, inverse, coefficients, keys])
     carried = empty(s.H * NR * 64 * s.K)
     grid = (plan.num_chunks * s.H, 1, 1)
     s.launch(
-        prepare_kernel, grid,
+        pair_prepare_kernel, grid,
         g, v, level_weights, plan.chunks, *terms[:5], NC, s.H, s.L,
         V=s.V,
     )  # fmt: skip
     types = s.products
     s.launch(
-        chunk_kernel, grid,
+        pair_chunk_kernel, grid,
         q, k, beta, plan.chunks, inverse, coefficients, keys, carried, NC, NR, s.H, s.G,
         int(far),
         K=s.K, NODE=types["NODE"], GRAD=types["GRAD"], IP=types["IP"],
@@ -165,7 +173,7 @@ def carry_queries(s: PairShape, carried: Tensor, nodes: Nodes, plan: PairPlan, N
         if begin == end:
             continue
         s.launch(
-            carry_kernel, ((end - begin) * (s.K // BN) * s.H, 1, 1),
+            pair_carry_kernel, ((end - begin) * (s.K // BN) * s.H, 1, 1),
             plan.reads, nodes.transitions, carried, NC, NR, s.H, begin,
             K=s.K, BN=BN, NODE=types["NODE"], IP=types["IP"], STAGES=s.table["carry"].stages,
         )  # fmt: skip
@@ -177,12 +185,12 @@ def read_weights(
 ) -> None:  # fmt: skip
     """Fills terms.read_weights where a chunk reads."""
     s.launch(
-        weights_kernel, (plan.num_chunks * s.H, 1, 1),
+        pair_weights_kernel, (plan.num_chunks * s.H, 1, 1),
         g, level_weights, plan.chunks, nodes.total, terms.read_weights, NC, s.H, s.L, s.NL,
     )  # fmt: skip
 
 
-def forward(
+def pair_forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, level_weights: Tensor,
     plan: PairPlan, NC: int, far: bool,
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
@@ -202,7 +210,7 @@ def forward(
     nodes = Nodes.of(*buffers, s, NC)
     right_states = torch.empty_like(nodes.states)
     s.launch(
-        leaf_kernel, (plan.num_chunks * (s.K // 64) * s.H, 1, 1),
+        pair_leaf_kernel, (plan.num_chunks * (s.K // 64) * s.H, 1, 1),
         k, v, beta, plan.chunks, terms.keys, terms.chunk_end, terms.chunk_total, terms.value_scale,
         nodes.transitions, nodes.states, right_states, nodes.total, nodes.scale, NC, s.H, s.G,
         K=s.K, V=s.V, NODE=types["NODE"], GRAD=types["GRAD"], IP=types["IP"],
@@ -211,7 +219,7 @@ def forward(
         if begin == end:
             continue
         s.launch(
-            merge_kernel, ((end - begin) * (s.K // 64) * ((s.K + s.V) // BN) * s.H, 1, 1),
+            pair_merge_kernel, ((end - begin) * (s.K // 64) * ((s.K + s.V) // BN) * s.H, 1, 1),
             plan.merges, nodes.transitions, nodes.states, right_states, nodes.total, nodes.scale,
             NC, s.H, begin,
             K=s.K, V=s.V, BN=BN, NODE=types["NODE"], IP=types["IP"],
@@ -222,7 +230,7 @@ def forward(
     carry_queries(s, carried, nodes, plan, NC)
     o, BN = torch.empty_like(v), s.columns("out")
     s.launch(
-        out_kernel, (plan.num_chunks * (s.V // BN) * s.H, 1, 1),
+        pair_out_kernel, (plan.num_chunks * (s.V // BN) * s.H, 1, 1),
         v, beta, plan.chunks, terms.compact, terms.block_end, terms.read_weights,
         terms.coefficients, carried, nodes.states, nodes.scale, o, NC, max(1, plan.num_rows),
         s.H, s.NL,

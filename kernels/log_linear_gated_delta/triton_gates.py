@@ -15,7 +15,7 @@ from kernels.log_linear_ssd.triton_tiles import bit_length, decay_over
 
 
 @triton.jit(do_not_specialize=["NC", "H", "L", "NL"])
-def gates_kernel(
+def pair_gates_kernel(
     g_, chunks, node_total, read_weights, dread_weights, dcompact, dg_inside, leaving, merged,
     read_mass, dbeta_values, dbeta_keys, dlevel_weights, dg, dbeta, NC, H, L, NL,
     LP: tl.constexpr, TILES: tl.constexpr, TILES_PADDED: tl.constexpr, VALUE_TILES: tl.constexpr,

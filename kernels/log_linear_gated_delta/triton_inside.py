@@ -27,7 +27,7 @@ from kernels.log_linear_ssd.triton_tiles import same_block, selectors_transposed
 
 
 @triton.jit(do_not_specialize=["NC", "H", "G"])
-def state_kernel(
+def pair_state_kernel(
     k_, v_, beta_, chunks, chunk_end, dtransitions, right_dtransitions, dstates, dkeys, NC, H, G,
     K: tl.constexpr, V: tl.constexpr, GRAD: tl.constexpr, IP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -48,9 +48,7 @@ def state_kernel(
         for m in tl.range(0, V // 64, num_stages=STAGES):
             v = load_tokens(v_, token, ok, h, H, m, V, 64).to(tl.float32)
             d = tl.load(state + tile_at(kt * 64, m * 64, 64, 64, V))
-            acc = tl.dot(
-                (v * inserted[:, None]).to(GRAD), tl.trans(d), acc, input_precision=IP
-            )
+            acc = tl.dot((v * inserted[:, None]).to(GRAD), tl.trans(d), acc, input_precision=IP)
         transition = dtransitions + (chunk + 1) * (K * K)
         if ((c & 1) == 1) & (c > first):
             transition = right_dtransitions + chunk * (K * K)
@@ -62,7 +60,7 @@ def state_kernel(
 
 
 @triton.jit(do_not_specialize=["NC", "H", "G", "FAR"])
-def inside_kernel(
+def pair_inside_kernel(
     k_, v_, beta_, do_, chunks, compact, block_end, inverse, coefficients, keys, dkeys, dqueries,
     dcompact, dg_inside, dscores, doverlap, NC, H, G, FAR,
     K: tl.constexpr, V: tl.constexpr, GRAD: tl.constexpr, IP: tl.constexpr, FINE: tl.constexpr,
@@ -118,7 +116,7 @@ def inside_kernel(
 
 
 @triton.jit(do_not_specialize=["NC", "H"])
-def values_kernel(
+def pair_values_kernel(
     v_, beta_, do_, chunks, compact, block_end, chunk_end, coefficients, keys, dstates, dv_,
     leaving, dbeta_values, NC, H,
     K: tl.constexpr, V: tl.constexpr, GRAD: tl.constexpr, IP: tl.constexpr, FINE: tl.constexpr,
@@ -155,7 +153,7 @@ def values_kernel(
 
 
 @triton.jit(do_not_specialize=["NC", "H", "G", "FAR"])
-def keys_kernel(
+def pair_keys_kernel(
     q_, k_, beta_, chunks, inverse, coefficients, keys, dkeys, dqueries, dtransitions,
     right_dtransitions, dscores, doverlap, dq_, dk_, dbeta_keys, NC, H, G, FAR,
     K: tl.constexpr, FINE: tl.constexpr,

@@ -21,7 +21,7 @@ from kernels.log_linear_gated_delta.triton_tiles import load_tokens, pair_chunk_
 
 
 @triton.jit(do_not_specialize=["NC", "NR", "H", "NL", "BEGIN", "LEVEL"])
-def walk_kernel(
+def pair_walk_kernel(
     do_, chunks, reads, transitions, states, node_scale, read_weights, carried, dcarried, dqueries,
     dread_weights, read_mass, NC, NR, H, NL, BEGIN, LEVEL,
     K: tl.constexpr, V: tl.constexpr, GRAD: tl.constexpr, IP: tl.constexpr, STAGES: tl.constexpr,
@@ -70,7 +70,7 @@ def walk_kernel(
 
 
 @triton.jit(do_not_specialize=["NC", "NR", "NP", "H", "NL"])
-def sum_kernel(
+def pair_sum_kernel(
     do_, chunks, reads, sums, read_weights, carried, dcarried, dtransitions, dstates, partials,
     NC, NR, NP, H, NL,
     K: tl.constexpr, V: tl.constexpr, BN: tl.constexpr, GRAD: tl.constexpr, IP: tl.constexpr,
@@ -129,7 +129,7 @@ def _lowest_bit(c):
 
 
 @triton.jit(do_not_specialize=["NC", "NP", "H"])
-def split_kernel(
+def pair_split_kernel(
     splits, partials, dtransitions, dstates, NC, NP, H,
     K: tl.constexpr, V: tl.constexpr, GRAD: tl.constexpr,
 ):  # fmt: skip
@@ -154,7 +154,7 @@ def split_kernel(
 
 
 @triton.jit(do_not_specialize=["NC", "H", "BEGIN"])
-def left_kernel(
+def pair_left_kernel(
     merges, transitions, states, node_total, node_scale, dtransitions, right_dtransitions, dstates,
     merged, NC, H, BEGIN,
     K: tl.constexpr, V: tl.constexpr, GRAD: tl.constexpr, FINE: tl.constexpr,
@@ -203,7 +203,7 @@ def left_kernel(
 
 
 @triton.jit(do_not_specialize=["NC", "H", "BEGIN"])
-def right_kernel(
+def pair_right_kernel(
     merges, transitions, states, node_total, node_scale, dtransitions, right_dtransitions, dstates,
     NC, H, BEGIN,
     K: tl.constexpr, V: tl.constexpr, GRAD: tl.constexpr, FINE: tl.constexpr,

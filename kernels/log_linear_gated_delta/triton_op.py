@@ -19,8 +19,8 @@ from kernels.log_linear_gated_delta.pair_plan import (
     pair_chunks,
     pair_plan,
 )
-from kernels.log_linear_gated_delta.triton_backward import backward
-from kernels.log_linear_gated_delta.triton_forward import Nodes, forward
+from kernels.log_linear_gated_delta.triton_backward import pair_backward
+from kernels.log_linear_gated_delta.triton_forward import Nodes, pair_forward
 
 
 def log_linear_gated_delta_triton(
@@ -58,7 +58,9 @@ def log_linear_gated_delta_triton(
     else:
         plan = _plan(level_weights, *plan_inputs)
         NC = pair_chunks(v.shape[0], v.shape[1], cu_seqlens)
-        o, far = _Eager.apply(q, k, v, g, beta, level_weights, plan, NC, first_positions is not None)
+        o, far = _Eager.apply(
+            q, k, v, g, beta, level_weights, plan, NC, first_positions is not None
+        )
     return o[..., :V], far[..., :K] if first_positions is not None else None
 
 
@@ -101,19 +103,21 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
-        *inputs, plan, NC, with_far = args
-        o, far, buffers = forward(*inputs, plan, NC, with_far)
-        ctx.save_for_backward(*inputs, *buffers)
-        ctx.plan, ctx.NC, ctx.with_far = plan, NC, with_far
+        o, far, buffers = pair_forward(*args)
+        ctx.save_for_backward(*args[:6], *buffers)
+        ctx.plan, ctx.NC, ctx.with_far = args[6:]
         if far is None:
             return o, o.new_empty(0)
-        return o, _to_tokens(far, plan, o)
+        return o, _to_tokens(far, ctx.plan, o)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        inputs, buffers = ctx.saved_tensors[:6], ctx.saved_tensors[6:]
+        q, k, v, g, beta, level_weights, *buffers = ctx.saved_tensors
+        do = _ready(grads[0])
         dfar = _to_rows(grads[1], ctx.plan) if ctx.with_far else None
-        gradients = backward(*inputs, _ready(grads[0]), dfar, buffers, ctx.plan, ctx.NC)
+        gradients = pair_backward(
+            q, k, v, g, beta, level_weights, do, dfar, buffers, ctx.plan, ctx.NC
+        )
         return (*gradients, None, None, None)
 
 
@@ -131,7 +135,7 @@ def _forward(
     plan = _plan(level_weights, cu_seqlens, first_positions)
     NC = pair_chunks(v.shape[0], v.shape[1], cu_seqlens)
     with_far = first_positions is not None
-    o, far, buffers = forward(q, k, v, log_decay, beta, level_weights, plan, NC, with_far)
+    o, far, buffers = pair_forward(q, k, v, log_decay, beta, level_weights, plan, NC, with_far)
     return [o, o.new_empty(0) if far is None else _to_tokens(far, plan, v), *buffers]
 
 
@@ -170,8 +174,7 @@ def _backward(
     plan = _plan(level_weights, cu_seqlens, first_positions)
     NC = pair_chunks(v.shape[0], v.shape[1], cu_seqlens)
     rows = None if dfar is None else _to_rows(dfar, plan)
-    inputs = q, k, v, log_decay, beta, level_weights
-    return list(backward(*inputs, do, rows, buffers, plan, NC))
+    return list(pair_backward(q, k, v, log_decay, beta, level_weights, do, rows, buffers, plan, NC))
 
 
 @_backward.register_fake

@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels.log_linear_ssd.triton_tiles import bit_length
 from kernels.state import LazyFenwickState
 
-TILE = 8192
+STEP_TILE = 8192
 """Elements of a state that a program holds at a time."""
 
 
@@ -82,7 +82,7 @@ def gated_delta_step_triton(
     B, G, K = q.shape
     H, V = v.shape[1:]
     KP = triton.next_power_of_2(K)
-    BV = min(triton.next_power_of_2(V), max(16, TILE // KP))
+    BV = min(triton.next_power_of_2(V), max(16, STEP_TILE // KP))
     o = torch.empty_like(v, memory_format=torch.contiguous_format)
     gated_delta_step_kernel[(B * H, triton.cdiv(V, BV))](
         q.contiguous(), k.contiguous(), v.contiguous(), log_decay.contiguous(), beta.contiguous(),

@@ -118,7 +118,7 @@ def unit_lower_inverse(A):
 @triton.jit
 def dot_fine(x, y, NODE: tl.constexpr, IP: tl.constexpr):
     """x y with y [64, N] in fp32 kept to 22 bits; x is exact in NODE."""
-    if NODE == tl.float16:
+    if tl.float16 == NODE:
         high = y.to(tl.float16)
         low = (y - high.to(tl.float32)).to(tl.float16)
         product = tl.dot(x, low, tl.dot(x, high))

@@ -17,7 +17,7 @@ from kernels.log_linear_ssd.triton_tiles import bit_length
 
 
 @triton.jit(do_not_specialize=["NC", "H", "BEGIN"])
-def merge_kernel(
+def pair_merge_kernel(
     merges, transitions, states, right_states, node_total, node_scale, NC, H, BEGIN,
     K: tl.constexpr, V: tl.constexpr, BN: tl.constexpr, NODE: tl.constexpr, IP: tl.constexpr,
     STAGES: tl.constexpr,
@@ -70,7 +70,7 @@ def merge_kernel(
 
 
 @triton.jit(do_not_specialize=["NC", "H", "L", "NL"])
-def weights_kernel(g_, level_weights, chunks, node_total, read_weights, NC, H, L, NL):
+def pair_weights_kernel(g_, level_weights, chunks, node_total, read_weights, NC, H, L, NL):
     """read_weights [H, NL, slots]: lambda of chunk level j times the decay from the end of the
     node read to the slot, by segments: the nearer nodes, then the chunk's start."""
     h = tl.program_id(0) % H
@@ -95,7 +95,7 @@ def weights_kernel(g_, level_weights, chunks, node_total, read_weights, NC, H, L
 
 
 @triton.jit(do_not_specialize=["NC", "NR", "H", "BEGIN"])
-def carry_kernel(
+def pair_carry_kernel(
     reads, transitions, carried, NC, NR, H, BEGIN,
     K: tl.constexpr, BN: tl.constexpr, NODE: tl.constexpr, IP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
