@@ -21,6 +21,7 @@ HOPPER_PAIRS: dict[str, Way] = {
     "leaf": Way(loop_stages=2),
     "merge": Way(stages=3, heads=2),
     "weights": Way(warps=2),
+    "query": Way(loop_stages=1),
     "carry": Way(stages=3, heads=2),
     "out": Way(stages=3, heads=2),
     "walk": Way(loop_stages=2),
@@ -97,7 +98,8 @@ class PairShape:
     @property
     def products(self) -> dict[str, Any]:
         """NODE, GRAD: operands of the large products, which are as in memory; IP their precision
-        in fp32; FINE that of the [C, C] products and the tree's gradient, which are in fp32."""
+        in fp32; FINE that of the [C, C] products, which are in fp32, and of the way down the tree,
+        whose operands are TREE."""
         bf16 = self.dtype == torch.bfloat16
         precise = "tf32" if self.dtype == torch.float16 else "tf32x3"
         return {
@@ -105,6 +107,7 @@ class PairShape:
             "GRAD": tl.bfloat16 if bf16 else tl.float32,
             "IP": precise,
             "FINE": "tf32" if bf16 else precise,
+            "TREE": tl.float32,
         }
 
     def columns(self, kernel: str) -> int:

@@ -17,13 +17,7 @@ from torch import Tensor
 
 from kernels.log_linear_gated_delta.launch import PairShape
 from kernels.log_linear_gated_delta.pair_plan import PairPlan
-from kernels.log_linear_gated_delta.triton_forward import (
-    Nodes,
-    Terms,
-    carry_queries,
-    chunk_terms,
-    read_weights,
-)
+from kernels.log_linear_gated_delta.triton_forward import KeptPairs, carried_queries
 from kernels.log_linear_gated_delta.triton_gates import pair_gates_kernel
 from kernels.log_linear_gated_delta.triton_inside import (
     pair_inside_kernel,
@@ -52,12 +46,10 @@ def pair_backward(
     """
     s = PairShape.of(q, v, level_weights)
     far = dfar is not None
-    nodes = Nodes.of(buffers[0], buffers[1], buffers[2], s, NC)
-    terms, carried = chunk_terms(q, k, v, g, beta, level_weights, plan, NC, far)
-    read_weights(s, g, level_weights, terms, nodes, plan, NC)
-    carry_queries(s, carried, nodes, plan, NC)
+    kept = KeptPairs.of(buffers[0], buffers[1], s, NC)
+    carried = carried_queries(q, k, beta, s, kept, plan, NC, far)
     types, KV = s.products, s.K * (s.K + s.V)
-    GRAD, IP, FINE = types["GRAD"], types["IP"], types["FINE"]
+    GRAD, TREE, IP, FINE = types["GRAD"], types["TREE"], types["IP"], types["FINE"]
     slots, tiles = NC * 64, (s.K // 64) * (s.V // 64)
 
     def empty(*sizes: int) -> Tensor:
@@ -70,7 +62,7 @@ def pair_backward(
     dqueries = empty(per_slot * s.K)
     dtransitions, dstates = empty(s.H * NC * s.K * s.K), empty(s.H * NC * s.K * s.V)
     _through_reads(
-        s, do, dfar, terms, nodes, carried, dqueries, dread_weights, read_mass, dtransitions,
+        s, do, dfar, kept, carried, dqueries, dread_weights, read_mass, dtransitions,
         dstates, plan, NC,
     )  # fmt: skip
     del carried  # memory of which the rest makes use
@@ -79,24 +71,24 @@ def pair_backward(
         if begin == end:
             continue
         through = (
-            plan.merges, nodes.transitions, nodes.states, nodes.total, nodes.scale, dtransitions,
-            right_dtransitions, dstates,
+            plan.merges, kept.transitions, kept.states, kept.node_total, kept.node_scale,
+            dtransitions, right_dtransitions, dstates,
         )  # fmt: skip
         s.launch(
             pair_right_kernel, ((end - begin) * (s.K // 64) ** 2 * s.H, 1, 1),
             *through, NC, s.H, begin,
-            K=s.K, V=s.V, GRAD=GRAD, FINE=FINE, STAGES=s.table["right"].stages,
+            K=s.K, V=s.V, GRAD=GRAD, TREE=TREE, FINE=FINE, STAGES=s.table["right"].stages,
         )  # fmt: skip
         s.launch(
             pair_left_kernel, ((end - begin) * (KV // 4096) * s.H, 1, 1),
             *through, merged, NC, s.H, begin,
-            K=s.K, V=s.V, GRAD=GRAD, FINE=FINE, STAGES=s.table["left"].stages,
+            K=s.K, V=s.V, GRAD=GRAD, TREE=TREE, FINE=FINE, STAGES=s.table["left"].stages,
         )  # fmt: skip
 
     dkeys = empty(per_slot * s.K)
     s.launch(
         pair_state_kernel, (plan.num_chunks * (s.K // 64) * s.H, 1, 1),
-        k, v, beta, plan.chunks, terms.chunk_end, dtransitions, right_dtransitions, dstates, dkeys,
+        k, v, beta, plan.chunks, kept.chunk_end, dtransitions, right_dtransitions, dstates, dkeys,
         NC, s.H, s.G,
         K=s.K, V=s.V, GRAD=GRAD, IP=IP, STAGES=s.table["state"].stages,
     )  # fmt: skip
@@ -106,16 +98,16 @@ def pair_backward(
     )  # fmt: skip
     s.launch(
         pair_inside_kernel, (plan.num_chunks * s.H, 1, 1),
-        k, v, beta, do, plan.chunks, terms.compact, terms.block_end, terms.inverse,
-        terms.coefficients, terms.keys, dkeys, dqueries, dcompact, dg_inside, dscores, doverlap,
+        k, v, beta, do, plan.chunks, kept.compact, kept.block_end, kept.inverse,
+        kept.coefficients, kept.keys, dkeys, dqueries, dcompact, dg_inside, dscores, doverlap,
         NC, s.H, s.G, int(far),
         K=s.K, V=s.V, GRAD=GRAD, IP=IP, FINE=FINE,
     )  # fmt: skip
     dv = torch.empty_like(v)
     s.launch(
         pair_values_kernel, (plan.num_chunks * (s.V // 64) * s.H, 1, 1),
-        v, beta, do, plan.chunks, terms.compact, terms.block_end, terms.chunk_end,
-        terms.coefficients, terms.keys, dstates, dv, leaving, dbeta_values, NC, s.H,
+        v, beta, do, plan.chunks, kept.compact, kept.block_end, kept.chunk_end,
+        kept.coefficients, kept.keys, dstates, dv, leaving, dbeta_values, NC, s.H,
         K=s.K, V=s.V, GRAD=GRAD, IP=IP, FINE=FINE,
     )  # fmt: skip
     B, T = v.shape[:2]
@@ -124,7 +116,7 @@ def pair_backward(
     dq, dk = (torch.empty(B, T, s.H, s.K, device=s.device, dtype=heads_dtype) for _ in range(2))
     s.launch(
         pair_keys_kernel, (plan.num_chunks * (s.K // 64) * s.H, 1, 1),
-        q, k, beta, plan.chunks, terms.inverse, terms.coefficients, terms.keys, dkeys, dqueries,
+        q, k, beta, plan.chunks, kept.inverse, kept.coefficients, kept.keys, dkeys, dqueries,
         dtransitions, right_dtransitions, dscores, doverlap, dq, dk, dbeta_keys, NC, s.H, s.G,
         int(far),
         K=s.K, FINE=FINE,
@@ -134,7 +126,7 @@ def pair_backward(
     dlevel_weights, dg, dbeta = (torch.empty_like(x) for x in (level_weights, g, beta))
     s.launch(
         pair_gates_kernel, (plan.num_chunks * s.H, 1, 1),
-        g, plan.chunks, nodes.total, terms.read_weights, dread_weights, dcompact, dg_inside,
+        g, plan.chunks, kept.node_total, kept.read_weights, dread_weights, dcompact, dg_inside,
         leaving, merged, read_mass, dbeta_values, dbeta_keys, dlevel_weights, dg, dbeta, NC, s.H,
         s.L, s.NL,
         LP=max(16, triton.next_power_of_2(s.L)), TILES=tiles,
@@ -144,7 +136,7 @@ def pair_backward(
 
 
 def _through_reads(
-    s: PairShape, do: Tensor, dfar: Tensor | None, terms: Terms, nodes: Nodes, carried: Tensor,
+    s: PairShape, do: Tensor, dfar: Tensor | None, kept: KeptPairs, carried: Tensor,
     dqueries: Tensor, dread_weights: Tensor, read_mass: Tensor, dtransitions: Tensor,
     dstates: Tensor, plan: PairPlan, NC: int,
 ) -> None:  # fmt: skip
@@ -166,8 +158,8 @@ def _through_reads(
             continue
         s.launch(
             pair_walk_kernel, ((end - begin) * s.H, 1, 1),
-            do, plan.chunks, plan.reads, nodes.transitions, nodes.states, nodes.scale,
-            terms.read_weights, carried, dcarried, dqueries, dread_weights, read_mass, NC, NR, s.H,
+            do, plan.chunks, plan.reads, kept.transitions, kept.states, kept.node_scale,
+            kept.read_weights, carried, dcarried, dqueries, dread_weights, read_mass, NC, NR, s.H,
             s.NL, begin, level,
             K=s.K, V=s.V, GRAD=types["GRAD"], IP=types["IP"], STAGES=s.table["walk"].stages,
         )  # fmt: skip
@@ -175,7 +167,7 @@ def _through_reads(
     if items := len(plan.sums):
         s.launch(
             pair_sum_kernel, (items * (s.K // 64) * ((s.K + s.V) // BN) * s.H, 1, 1),
-            do, plan.chunks, plan.reads, plan.sums, terms.read_weights, carried, dcarried,
+            do, plan.chunks, plan.reads, plan.sums, kept.read_weights, carried, dcarried,
             dtransitions, dstates, partials, NC, NR, NP, s.H, s.NL,
             K=s.K, V=s.V, BN=BN, GRAD=types["GRAD"], IP=types["IP"],
             STAGES=s.table["sum"].stages,

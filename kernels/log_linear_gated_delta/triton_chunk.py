@@ -2,7 +2,7 @@
 
     A = tril(diag(beta) k k^T, -1)      R = (I + A)^-1       P = tril(q k^T) R
     carried keys     k^T R              k of every slot, moved to the chunk's end
-    carried queries  q - P diag(beta) k q of every slot, moved to the chunk's start
+    carried queries  q - P diag(beta) k q of every slot, moved to the chunk's start (triton_tree)
     transition       I - (k^T R) diag(beta) k
     state            (k^T R) diag(beta, decay to the chunk's end) v
 
@@ -65,16 +65,16 @@ def pair_prepare_kernel(
     tl.store(value_scale + h * NC.to(tl.int64) + n, scale.to(tl.float32, bitcast=True))
 
 
-@triton.jit(do_not_specialize=["NC", "NR", "H", "G", "FAR"])
+@triton.jit(do_not_specialize=["NC", "H", "G"])
 def pair_chunk_kernel(
-    q_, k_, beta_, chunks, inverse, coefficients, keys, carried, NC, NR, H, G, FAR,
+    q_, k_, beta_, chunks, inverse, coefficients, keys, NC, H, G,
     K: tl.constexpr, NODE: tl.constexpr, GRAD: tl.constexpr, IP: tl.constexpr,
 ):  # fmt: skip
-    """R, P [H, chunks, 64, 64], k^T R [H, chunks, K, 64] and the first row of every reader."""
+    """R, P [H, chunks, 64, 64] and k^T R [H, chunks, K, 64]."""
     h = tl.program_id(0) % H
     n = tl.program_id(0) // H
     group = h // (H // G)
-    token, length, _, reads, _, _, row = pair_chunk_row(chunks, n)
+    token, length, _, _, _, _, _ = pair_chunk_row(chunks, n)
     i = tl.arange(0, 64)
     ok = i < length
     beta = tl.load(beta_ + (token + i) * H + h, mask=ok, other=0.0).to(tl.float32)
@@ -85,30 +85,23 @@ def pair_chunk_kernel(
         q = load_tokens(q_, token, ok, group, G, kt, K, 64).to(GRAD)
         scores = tl.dot(q, tl.trans(k), scores, input_precision=IP)
         overlap = tl.dot(k, tl.trans(k), overlap, input_precision=IP)
-    below = i[:, None] > i[None, :]
-    inv = unit_lower_inverse(tl.where(below, overlap * beta[:, None], 0.0))
+    inv = unit_lower_inverse(tl.where(i[:, None] > i[None, :], overlap * beta[:, None], 0.0))
     scores = tl.where(i[:, None] >= i[None, :], scores, 0.0)
-    coefficient = tl.dot(scores, inv, input_precision="tf32x3").to(NODE)
-    chunk = h * NC.to(tl.int64) + n
-    tl.store(inverse + chunk * 4096 + tile_at(0, 0, 64, 64, 64), inv.to(NODE))
-    tl.store(coefficients + chunk * 4096 + tile_at(0, 0, 64, 64, 64), coefficient)
-    to = carried + (h * NR.to(tl.int64) + row) * (64 * K)
+    square = (h * NC.to(tl.int64) + n) * 4096 + tile_at(0, 0, 64, 64, 64)
+    tl.store(coefficients + square, tl.dot(scores, inv, input_precision="tf32x3").to(NODE))
+    tl.store(inverse + square, inv.to(NODE))
     for kt in range(K // 64):
         k = load_tokens(k_, token, ok, group, G, kt, K, 64)
         moved = dot_fine(tl.trans(k.to(NODE)), inv, NODE, IP)
-        tl.store(keys + chunk * (K * 64) + tile_at(kt * 64, 0, 64, 64, 64), moved.to(NODE))
-        if reads + FAR > 0:
-            q = load_tokens(q_, token, ok, group, G, kt, K, 64).to(tl.float32)
-            k_beta = (k.to(tl.float32) * beta[:, None]).to(NODE)
-            q -= tl.dot(coefficient, k_beta, input_precision=IP)
-            tl.store(to + tile_at(0, kt * 64, 64, 64, K), q.to(NODE))
+        to = keys + (h * NC.to(tl.int64) + n) * (K * 64) + tile_at(kt * 64, 0, 64, 64, 64)
+        tl.store(to, moved.to(NODE))
 
 
 @triton.jit(do_not_specialize=["NC", "H", "G"])
 def pair_leaf_kernel(
     k_, v_, beta_, chunks, keys, chunk_end, chunk_total, value_scale, transitions, states,
     right_states, node_total, node_scale, NC, H, G,
-    K: tl.constexpr, V: tl.constexpr, NODE: tl.constexpr, GRAD: tl.constexpr, IP: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, NODE: tl.constexpr, IP: tl.constexpr,
 ):  # fmt: skip
     """64 rows of the node of one chunk: the left child of its merge or the right one."""
     h = tl.program_id(0) % H

@@ -2,7 +2,8 @@
 
     prepare, chunk   gates; the WY form of every chunk (triton_chunk.py)
     leaf, merge      the tree's nodes, level by level (triton_tree.py)
-    weights, carry   decay and lambda of every read; queries past the nodes they have read
+    weights          decay and lambda of every read
+    query, carry     queries moved to their chunk's start, then past the nodes they have read
     out              o = (inside the chunk) + sum over read nodes of weight * (carried query U)
 
 kernels/log_linear_gated_delta/pair_plan.py says which chunk reads which node. Arrays of ours are
@@ -32,70 +33,73 @@ from kernels.log_linear_gated_delta.triton_tiles import (
 from kernels.log_linear_gated_delta.triton_tree import (
     pair_carry_kernel,
     pair_merge_kernel,
+    pair_query_kernel,
     pair_weights_kernel,
 )
-from kernels.log_linear_ssd.launch import scratch, split, split_size
+from kernels.log_linear_ssd.launch import split, split_size
 from kernels.log_linear_ssd.triton_tiles import bit_length
 
 
-class Nodes(NamedTuple):
-    """The tree, which the forward pass leaves for the backward pass; the rest is made again.
+class KeptPairs(NamedTuple):
+    """What the forward pass leaves for the backward pass, flat; in PairShape.node where nothing
+    else is said. The carried queries, as large as half of it, are made again.
 
+    compact [H, slots, 16]: lambda times decay of pairs in the chunk (see triton_tiles.py).
+    inverse, coefficients [H, chunks, 64, 64]: R, P.  keys [H, chunks, K, 64]: k^T R.
     transitions [H, 2 chunks, K, K]: of left children by the chunk they end at, then of right ones
         by the chunk they begin at, without decay.
     states [H, chunks, K, V]: of left children, divided by their scale.
-    total, scale [H, 2 chunks] fp32: g summed over all that a node covers; the state's scale.
-    """
-
-    transitions: Tensor
-    states: Tensor
-    total: Tensor
-    scale: Tensor
-
-    @staticmethod
-    def buffers(s: PairShape, NC: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Memory for transitions, for states, and for all that is fp32."""
-        return (
-            torch.empty(s.H * 2 * NC * s.K * s.K, device=s.device, dtype=s.node),
-            torch.empty(s.H * NC * s.K * s.V, device=s.device, dtype=s.node),
-            torch.empty(
-                split_size(s.H * 2 * NC, s.H * 2 * NC), device=s.device, dtype=torch.float32
-            ),
-        )
-
-    @staticmethod
-    def of(transitions: Tensor, states: Tensor, floats: Tensor, s: PairShape, NC: int) -> "Nodes":
-        """Views of the buffers that `buffers` makes."""
-        return Nodes(transitions, states, *split(floats, s.H * 2 * NC, s.H * 2 * NC))
-
-
-class Terms(NamedTuple):
-    """What both passes need of every chunk; flat.
-
-    compact [H, slots, 16]: lambda times decay of pairs in the chunk (see triton_tiles.py).
-    block_end, chunk_end [H, slots]: exp(sum of g after the slot) to its block's, its chunk's end.
-    chunk_total, value_scale [H, chunks]: g summed; a power of two that no |v| exceeds.
-    read_weights [H, NL, slots]: see pair_weights_kernel.
-    inverse, coefficients [H, chunks, 64, 64]: R, P.  keys [H, chunks, K, 64]: k^T R.
+    block_end, chunk_end [H, slots] fp32: exp(sum of g after the slot) to the end of its block of 8,
+        of its chunk.
+    chunk_total, value_scale [H, chunks] fp32: g summed; a power of two that no |v| exceeds.
+    read_weights [H, NL, slots] fp32: see pair_weights_kernel.
+    node_total, node_scale [H, 2 chunks] fp32: g summed over all that a node covers; the scale of
+        its state.
     """
 
     compact: Tensor
+    inverse: Tensor
+    coefficients: Tensor
+    keys: Tensor
+    transitions: Tensor
+    states: Tensor
     block_end: Tensor
     chunk_end: Tensor
     chunk_total: Tensor
     value_scale: Tensor
     read_weights: Tensor
-    inverse: Tensor
-    coefficients: Tensor
-    keys: Tensor
+    node_total: Tensor
+    node_scale: Tensor
+
+    @staticmethod
+    def buffers(s: PairShape, NC: int) -> tuple[Tensor, Tensor]:
+        """Memory for all that is in PairShape.node, and for all that is fp32."""
+        nodes, floats = _sizes(s, NC)
+        return (
+            torch.empty(split_size(*nodes), device=s.device, dtype=s.node),
+            torch.empty(split_size(*floats), device=s.device, dtype=torch.float32),
+        )
+
+    @staticmethod
+    def of(nodes: Tensor, floats: Tensor, s: PairShape, NC: int) -> "KeptPairs":
+        """Views of the buffers that `buffers` makes."""
+        sizes = _sizes(s, NC)
+        return KeptPairs._make([*split(nodes, *sizes[0]), *split(floats, *sizes[1])])
+
+
+def _sizes(s: PairShape, NC: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    chunks, slots = s.H * NC, s.H * NC * 64
+    square = chunks * 64 * 64
+    nodes = slots * 16, square, square, slots * s.K, 2 * chunks * s.K * s.K, chunks * s.K * s.V
+    return nodes, (slots, slots, chunks, chunks, s.NL * slots, 2 * chunks, 2 * chunks)
 
 
 @triton.jit(do_not_specialize=["NC", "NR", "H", "NL"])
 def pair_out_kernel(
     v_, beta_, chunks, compact, block_end, read_weights, coefficients, carried, states, node_scale,
     o_, NC, NR, H, NL,
-    K: tl.constexpr, V: tl.constexpr, BN: tl.constexpr, NODE: tl.constexpr, GRAD: tl.constexpr,
-    IP: tl.constexpr, STAGES: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BN: tl.constexpr, GRAD: tl.constexpr, IP: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     h = tl.program_id(0) % H
     vt = tl.program_id(0) // H % (V // BN)
@@ -131,71 +135,42 @@ def pair_out_kernel(
     tl.store(to, o.to(o_.dtype.element_ty), mask=ok[:, None])
 
 
-def chunk_terms(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, level_weights: Tensor,
-    plan: PairPlan, NC: int, far: bool,
-) -> tuple[Terms, Tensor]:  # fmt: skip
-    """All of `Terms` but read_weights, which need the tree; and [H, rows, 64, K], flat, for the
-    queries of every read, the first rows of which are filled."""
-    s = PairShape.of(q, v, level_weights)
-    slots, NR = NC * 64, max(1, plan.num_rows)
-    floats = scratch(s.device, s.H * slots, s.H * slots, s.H * NC, s.H * NC, s.H * s.NL * slots)
-
-    def empty(size: int) -> Tensor:
-        return torch.empty(size, device=s.device, dtype=s.node)
-
-    compact = empty(s.H * slots * 16)
-    squares = s.H * NC * 64 * 64
-    inverse, coefficients, keys = empty(squares), empty(squares), empty(s.H * slots * s.K)
-    terms = Terms._make([compact, *floats, inverse, coefficients, keys])
-    carried = empty(s.H * NR * 64 * s.K)
-    grid = (plan.num_chunks * s.H, 1, 1)
-    s.launch(
-        pair_prepare_kernel, grid,
-        g, v, level_weights, plan.chunks, *terms[:5], NC, s.H, s.L,
-        V=s.V,
-    )  # fmt: skip
-    types = s.products
-    s.launch(
-        pair_chunk_kernel, grid,
-        q, k, beta, plan.chunks, inverse, coefficients, keys, carried, NC, NR, s.H, s.G,
-        int(far),
-        K=s.K, NODE=types["NODE"], GRAD=types["GRAD"], IP=types["IP"],
-    )  # fmt: skip
-    return terms, carried
-
-
-def carry_queries(s: PairShape, carried: Tensor, nodes: Nodes, plan: PairPlan, NC: int) -> None:
-    """The other rows of `carried`."""
+def carried_queries(
+    q: Tensor,
+    k: Tensor,
+    beta: Tensor,
+    s: PairShape,
+    kept: KeptPairs,
+    plan: PairPlan,
+    NC: int,
+    far: bool,
+) -> Tensor:
+    """[H, rows, 64, K], flat: the queries of every read, past the nodes that come before it."""
     types, BN = s.products, s.columns("carry")
     NR = max(1, plan.num_rows)
+    carried = torch.empty(s.H * NR * 64 * s.K, device=s.device, dtype=s.node)
+    s.launch(
+        pair_query_kernel, (plan.num_chunks * (s.K // 64) * s.H, 1, 1),
+        q, k, beta, plan.chunks, kept.coefficients, carried, NC, NR, s.H, s.G, int(far),
+        K=s.K, NODE=types["NODE"], IP=types["IP"],
+    )  # fmt: skip
     for begin, end in plan.read_levels:
         if begin == end:
             continue
         s.launch(
             pair_carry_kernel, ((end - begin) * (s.K // BN) * s.H, 1, 1),
-            plan.reads, nodes.transitions, carried, NC, NR, s.H, begin,
+            plan.reads, kept.transitions, carried, NC, NR, s.H, begin,
             K=s.K, BN=BN, NODE=types["NODE"], IP=types["IP"], STAGES=s.table["carry"].stages,
         )  # fmt: skip
-
-
-def read_weights(
-    s: PairShape, g: Tensor, level_weights: Tensor, terms: Terms, nodes: Nodes, plan: PairPlan,
-    NC: int,
-) -> None:  # fmt: skip
-    """Fills terms.read_weights where a chunk reads."""
-    s.launch(
-        pair_weights_kernel, (plan.num_chunks * s.H, 1, 1),
-        g, level_weights, plan.chunks, nodes.total, terms.read_weights, NC, s.H, s.L, s.NL,
-    )  # fmt: skip
+    return carried
 
 
 def pair_forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, level_weights: Tensor,
     plan: PairPlan, NC: int, far: bool,
-) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
+) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor]]:  # fmt: skip
     """o [B, T, H, V] in v's dtype; with `far` the queries carried to their document's first token
-    [H, chunks, 64, K]; the buffers of `Nodes` for the backward pass.
+    [H, num_chunks, 64, K]; the buffers of `KeptPairs` for the backward pass.
 
     Args:
         q, k [B, T, G, K], v [B, T, H, V], g, beta [B, T, H], level_weights [B, T, H, L], all
@@ -204,43 +179,61 @@ def pair_forward(
         NC: chunks to make room for, at least the plan's.
     """
     s = PairShape.of(q, v, level_weights)
+    buffers = KeptPairs.buffers(s, NC)
+    kept = KeptPairs.of(*buffers, s, NC)
+    types, grid = s.products, (plan.num_chunks * s.H, 1, 1)
+    s.launch(
+        pair_prepare_kernel, grid,
+        g, v, level_weights, plan.chunks, kept.compact, kept.block_end, kept.chunk_end,
+        kept.chunk_total, kept.value_scale, NC, s.H, s.L,
+        V=s.V,
+    )  # fmt: skip
+    s.launch(
+        pair_chunk_kernel, grid,
+        q, k, beta, plan.chunks, kept.inverse, kept.coefficients, kept.keys, NC, s.H, s.G,
+        K=s.K, NODE=types["NODE"], GRAD=types["GRAD"], IP=types["IP"],
+    )  # fmt: skip
+    _make_nodes(k, v, beta, s, kept, plan, NC)
+    s.launch(
+        pair_weights_kernel, grid,
+        g, level_weights, plan.chunks, kept.node_total, kept.read_weights, NC, s.H, s.L, s.NL,
+    )  # fmt: skip
+    carried = carried_queries(q, k, beta, s, kept, plan, NC, far)
+    o, BN = torch.empty_like(v), s.columns("out")
+    s.launch(
+        pair_out_kernel, (plan.num_chunks * (s.V // BN) * s.H, 1, 1),
+        v, beta, plan.chunks, kept.compact, kept.block_end, kept.read_weights, kept.coefficients,
+        carried, kept.states, kept.node_scale, o, NC, max(1, plan.num_rows), s.H, s.NL,
+        K=s.K, V=s.V, BN=BN, GRAD=types["GRAD"], IP=types["IP"], STAGES=s.table["out"].stages,
+    )  # fmt: skip
+    return o, _far_rows(carried, s, plan) if far else None, buffers
+
+
+def _make_nodes(
+    k: Tensor, v: Tensor, beta: Tensor, s: PairShape, kept: KeptPairs, plan: PairPlan, NC: int
+) -> None:
+    """Fills the tree. States of right children are needed until they are merged."""
     types, BN = s.products, s.columns("merge")
-    terms, carried = chunk_terms(q, k, v, g, beta, level_weights, plan, NC, far)
-    buffers = Nodes.buffers(s, NC)
-    nodes = Nodes.of(*buffers, s, NC)
-    right_states = torch.empty_like(nodes.states)
+    right_states = torch.empty_like(kept.states)
     s.launch(
         pair_leaf_kernel, (plan.num_chunks * (s.K // 64) * s.H, 1, 1),
-        k, v, beta, plan.chunks, terms.keys, terms.chunk_end, terms.chunk_total, terms.value_scale,
-        nodes.transitions, nodes.states, right_states, nodes.total, nodes.scale, NC, s.H, s.G,
-        K=s.K, V=s.V, NODE=types["NODE"], GRAD=types["GRAD"], IP=types["IP"],
+        k, v, beta, plan.chunks, kept.keys, kept.chunk_end, kept.chunk_total, kept.value_scale,
+        kept.transitions, kept.states, right_states, kept.node_total, kept.node_scale, NC, s.H, s.G,
+        K=s.K, V=s.V, NODE=types["NODE"], IP=types["IP"],
     )  # fmt: skip
     for begin, end in plan.merge_levels:
         if begin == end:
             continue
         s.launch(
             pair_merge_kernel, ((end - begin) * (s.K // 64) * ((s.K + s.V) // BN) * s.H, 1, 1),
-            plan.merges, nodes.transitions, nodes.states, right_states, nodes.total, nodes.scale,
-            NC, s.H, begin,
+            plan.merges, kept.transitions, kept.states, right_states, kept.node_total,
+            kept.node_scale, NC, s.H, begin,
             K=s.K, V=s.V, BN=BN, NODE=types["NODE"], IP=types["IP"],
             STAGES=s.table["merge"].stages,
         )  # fmt: skip
-    del right_states
-    read_weights(s, g, level_weights, terms, nodes, plan, NC)
-    carry_queries(s, carried, nodes, plan, NC)
-    o, BN = torch.empty_like(v), s.columns("out")
-    s.launch(
-        pair_out_kernel, (plan.num_chunks * (s.V // BN) * s.H, 1, 1),
-        v, beta, plan.chunks, terms.compact, terms.block_end, terms.read_weights,
-        terms.coefficients, carried, nodes.states, nodes.scale, o, NC, max(1, plan.num_rows),
-        s.H, s.NL,
-        K=s.K, V=s.V, BN=BN, NODE=types["NODE"], GRAD=types["GRAD"], IP=types["IP"],
-        STAGES=s.table["out"].stages,
-    )  # fmt: skip
-    return o, far_rows(carried, s, plan) if far else None, buffers
 
 
-def far_rows(carried: Tensor, s: PairShape, plan: PairPlan) -> Tensor:
+def _far_rows(carried: Tensor, s: PairShape, plan: PairPlan) -> Tensor:
     """[H, num_chunks, 64, K] of rows [H, rows, 64, K]: the last row of every chunk."""
     rows = (plan.chunks[:, 6] + plan.chunks[:, 3]).long()
     return carried[: s.H * plan.num_rows * 64 * s.K].view(s.H, -1, 64, s.K).index_select(1, rows)

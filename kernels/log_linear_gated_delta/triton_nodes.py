@@ -157,7 +157,7 @@ def pair_split_kernel(
 def pair_left_kernel(
     merges, transitions, states, node_total, node_scale, dtransitions, right_dtransitions, dstates,
     merged, NC, H, BEGIN,
-    K: tl.constexpr, V: tl.constexpr, GRAD: tl.constexpr, FINE: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, GRAD: tl.constexpr, TREE: tl.constexpr, FINE: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """Adds to a tile of the left child's gradient what comes through the merge: M_r^T (dM, dU).
@@ -182,16 +182,16 @@ def pair_left_kernel(
         if left == 0:
             parent = right_dtransitions + (chunk + target) * (K * K)
         for m in tl.range(0, K // 64, num_stages=STAGES):
-            a = tl.load(right + tile_at(m * 64, kt * 64, 64, 64, K)).to(tl.float32)
-            b = tl.load(parent + tile_at(m * 64, ct * 64, 64, 64, K)).to(tl.float32)
+            a = tl.load(right + tile_at(m * 64, kt * 64, 64, 64, K)).to(TREE)
+            b = tl.load(parent + tile_at(m * 64, ct * 64, 64, 64, K)).to(TREE)
             acc = tl.dot(tl.trans(a), b, acc, input_precision=FINE)
         to = dtransitions + (chunk + n) * (K * K) + tile_at(kt * 64, ct * 64, 64, 64, K)
         tl.store(to, (acc + tl.load(to).to(tl.float32)).to(GRAD))
     else:
         parent = dstates + (chunk + end) * (K * V)
         for m in tl.range(0, K // 64, num_stages=STAGES):
-            a = tl.load(right + tile_at(m * 64, kt * 64, 64, 64, K)).to(tl.float32)
-            b = tl.load(parent + tile_at(m * 64, ct * 64 - K, 64, 64, V)).to(tl.float32)
+            a = tl.load(right + tile_at(m * 64, kt * 64, 64, 64, K)).to(TREE)
+            b = tl.load(parent + tile_at(m * 64, ct * 64 - K, 64, 64, V)).to(TREE)
             acc = tl.dot(tl.trans(a), b, acc, input_precision=FINE)
         acc = acc * tl.exp(tl.load(node_total + h * 2 * NC.to(tl.int64) + NC + n))
         tile = (chunk + n) * (K * V) + tile_at(kt * 64, ct * 64 - K, 64, 64, V)
@@ -206,7 +206,7 @@ def pair_left_kernel(
 def pair_right_kernel(
     merges, transitions, states, node_total, node_scale, dtransitions, right_dtransitions, dstates,
     NC, H, BEGIN,
-    K: tl.constexpr, V: tl.constexpr, GRAD: tl.constexpr, FINE: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, GRAD: tl.constexpr, TREE: tl.constexpr, FINE: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """A tile of the gradient of the right child's transition: dM M_l^T + exp(total_r) dU U_l^T."""
@@ -223,8 +223,8 @@ def pair_right_kernel(
     parent = dstates + (chunk + end) * (K * V)
     state = states + (chunk + n) * (K * V)
     for m in tl.range(0, V // 64, num_stages=STAGES):
-        a = tl.load(parent + tile_at(kt * 64, m * 64, 64, 64, V)).to(tl.float32)
-        b = tl.load(state + tile_at(ct * 64, m * 64, 64, 64, V)).to(tl.float32)
+        a = tl.load(parent + tile_at(kt * 64, m * 64, 64, 64, V)).to(TREE)
+        b = tl.load(state + tile_at(ct * 64, m * 64, 64, 64, V)).to(TREE)
         acc = tl.dot(a, tl.trans(b), acc, input_precision=FINE)
     nodes = h * 2 * NC.to(tl.int64)
     acc = acc * (tl.exp(tl.load(node_total + nodes + NC + n)) * tl.load(node_scale + nodes + n))
@@ -233,8 +233,8 @@ def pair_right_kernel(
         parent = right_dtransitions + (chunk + target) * (K * K)
     transition = transitions + (nodes + n) * (K * K)
     for m in tl.range(0, K // 64, num_stages=STAGES):
-        a = tl.load(parent + tile_at(kt * 64, m * 64, 64, 64, K)).to(tl.float32)
-        b = tl.load(transition + tile_at(ct * 64, m * 64, 64, 64, K)).to(tl.float32)
+        a = tl.load(parent + tile_at(kt * 64, m * 64, 64, 64, K)).to(TREE)
+        b = tl.load(transition + tile_at(ct * 64, m * 64, 64, 64, K)).to(TREE)
         acc = tl.dot(a, tl.trans(b), acc, input_precision=FINE)
     to = right_dtransitions + (chunk + n) * (K * K) + tile_at(kt * 64, ct * 64, 64, 64, K)
     tl.store(to, acc.to(GRAD))

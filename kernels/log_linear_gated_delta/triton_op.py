@@ -20,7 +20,7 @@ from kernels.log_linear_gated_delta.pair_plan import (
     pair_plan,
 )
 from kernels.log_linear_gated_delta.triton_backward import pair_backward
-from kernels.log_linear_gated_delta.triton_forward import Nodes, pair_forward
+from kernels.log_linear_gated_delta.triton_forward import KeptPairs, pair_forward
 
 
 def log_linear_gated_delta_triton(
@@ -154,7 +154,7 @@ def _forward_shapes(
     far = v.new_empty(0)
     if first_positions is not None:
         far = v.new_empty(*v.shape[:3], q.shape[3], dtype=torch.float32)
-    return [torch.empty_like(v), far, *Nodes.buffers(PairShape.of(q, v, level_weights), NC)]
+    return [torch.empty_like(v), far, *KeptPairs.buffers(PairShape.of(q, v, level_weights), NC)]
 
 
 @torch.library.custom_op("fenwick::log_linear_gated_delta_backward", mutates_args=())

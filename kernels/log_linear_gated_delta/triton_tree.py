@@ -12,7 +12,12 @@ one level of the tree are one launch: log2 of the chunks of the longest document
 import triton
 import triton.language as tl
 
-from kernels.log_linear_gated_delta.triton_tiles import gate_totals, pair_chunk_row, tile_at
+from kernels.log_linear_gated_delta.triton_tiles import (
+    gate_totals,
+    load_tokens,
+    pair_chunk_row,
+    tile_at,
+)
 from kernels.log_linear_ssd.triton_tiles import bit_length
 
 
@@ -92,6 +97,30 @@ def pair_weights_kernel(g_, level_weights, chunks, node_total, read_weights, NC,
         tl.store(read_weights + (h * NL + j) * NS + n * 64 + i, weight)
         nearer += tl.load(node_total + h * 2 * NC.to(tl.int64) + n - c + e)
         e = e - low
+
+
+@triton.jit(do_not_specialize=["NC", "NR", "H", "G", "FAR"])
+def pair_query_kernel(
+    q_, k_, beta_, chunks, coefficients, carried, NC, NR, H, G, FAR,
+    K: tl.constexpr, NODE: tl.constexpr, IP: tl.constexpr,
+):  # fmt: skip
+    """A tile of the queries of one chunk moved to its start, q - P diag(beta) k: its first row."""
+    h = tl.program_id(0) % H
+    kt = tl.program_id(0) // H % (K // 64)
+    n = tl.program_id(0) // (H * (K // 64))
+    group = h // (H // G)
+    token, length, _, reads, _, _, row = pair_chunk_row(chunks, n)
+    if reads + FAR > 0:
+        i = tl.arange(0, 64)
+        ok = i < length
+        beta = tl.load(beta_ + (token + i) * H + h, mask=ok, other=0.0).to(tl.float32)
+        square = (h * NC.to(tl.int64) + n) * 4096 + tile_at(0, 0, 64, 64, 64)
+        k = load_tokens(k_, token, ok, group, G, kt, K, 64).to(tl.float32)
+        q = load_tokens(q_, token, ok, group, G, kt, K, 64).to(tl.float32)
+        k_beta = (k * beta[:, None]).to(NODE)
+        q -= tl.dot(tl.load(coefficients + square), k_beta, input_precision=IP)
+        to = carried + (h * NR.to(tl.int64) + row) * (64 * K)
+        tl.store(to + tile_at(0, kt * 64, 64, 64, K), q.to(NODE))
 
 
 @triton.jit(do_not_specialize=["NC", "NR", "H", "BEGIN"])
