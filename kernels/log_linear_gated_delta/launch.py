@@ -12,32 +12,47 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from kernels.log_linear_ssd.launch import Way
 
-# Not measured yet: chosen by the sizes of tiles. See docs of `python -m kernels tune`.
-HOPPER_PAIRS: dict[str, Way] = {
-    "prepare": Way(),
-    "chunk": Way(loop_stages=2),
-    "leaf": Way(loop_stages=2),
-    "merge": Way(stages=3, heads=2),
-    "weights": Way(warps=2),
-    "query": Way(loop_stages=1),
-    "carry": Way(stages=3, heads=2),
-    "out": Way(stages=3, heads=2),
-    "walk": Way(loop_stages=2),
-    "sum": Way(stages=3, heads=2),
-    "split": Way(),
-    "left": Way(stages=2),
-    "right": Way(stages=2),
-    "state": Way(stages=2),
-    "inside": Way(loop_stages=1),
-    "values": Way(loop_stages=2),
-    "keys": Way(loop_stages=1),
-    "gates": Way(warps=2),
+@dataclass(frozen=True)
+class PairWay:
+    """How one kernel is launched: warps, pipeline stages of its loop, columns of a tile at most."""
+
+    warps: int = 4
+    stages: int = 1
+    columns: int = 64
+    loop_stages: int | None = None
+
+    @property
+    def compiler(self) -> dict[str, int]:
+        """Options of Triton's compiler. num_stages is the pipelining of loops without their own."""
+        return {"num_warps": self.warps, "num_stages": self.loop_stages or 3}
+
+
+# Not measured yet: chosen by shared memory and registers of the compiled kernels.
+HOPPER_PAIRS: dict[str, PairWay] = {
+    "prepare": PairWay(),
+    "chunk": PairWay(loop_stages=2),
+    "leaf": PairWay(loop_stages=2),
+    "merge": PairWay(stages=3, columns=128),
+    "weights": PairWay(warps=2),
+    "query": PairWay(loop_stages=1),
+    "carry": PairWay(stages=3, columns=128),
+    "out": PairWay(stages=3, columns=128),
+    "walk": PairWay(loop_stages=2),
+    "sum": PairWay(stages=3, columns=128),
+    "split": PairWay(),
+    "left": PairWay(stages=2),
+    "right": PairWay(stages=2),
+    "state": PairWay(stages=2),
+    "inside": PairWay(loop_stages=1),
+    "values": PairWay(loop_stages=2),
+    "keys": PairWay(loop_stages=1),
+    "gates": PairWay(warps=2),
 }
 # Any other GPU, and fp32: little shared memory.
-CAREFUL_PAIRS: dict[str, Way] = {
-    _name: Way(warps=_way.warps, stages=1, loop_stages=1) for _name, _way in HOPPER_PAIRS.items()
+CAREFUL_PAIRS: dict[str, PairWay] = {
+    _name: PairWay(warps=_way.warps, stages=1, loop_stages=1)
+    for _name, _way in HOPPER_PAIRS.items()
 }
 
 
@@ -111,12 +126,12 @@ class PairShape:
         }
 
     def columns(self, kernel: str) -> int:
-        """Columns of a tile of [transition | state]: 64 times the table's `heads`, if that fits."""
-        wanted = 64 * self.table[kernel].heads
+        """Columns of a tile of [transition | state]: those of the table, if K and V allow them."""
+        wanted = self.table[kernel].columns
         return wanted if self.K % wanted == self.V % wanted == 0 else 64
 
     @cached_property
-    def table(self) -> dict[str, Way]:
+    def table(self) -> dict[str, PairWay]:
         """The table for this GPU and these sizes."""
         if self.dtype != torch.bfloat16 or self.device.type != "cuda":
             return CAREFUL_PAIRS
