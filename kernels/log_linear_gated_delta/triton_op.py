@@ -40,7 +40,7 @@ def log_linear_gated_delta_triton(
     Args:
         q, k: [B, T, G, K];  v: [B, T, H, V], K up to 256, V up to 512; all three of one dtype:
             bf16, fp16 or fp32. Any size is filled up to a multiple of 64.
-        log_decay, beta: [B, T, H];  level_weights: [B, T, H, L].
+        log_decay, beta: [B, T, H], taken in fp32;  level_weights: [B, T, H, L].
         cu_seqlens: [N+1] int64 on the CPU, needs B = 1.
         first_positions: [N] int64 on the CPU, multiples of 64: where each document's first token
             lies in its document; None for zero.
@@ -48,7 +48,7 @@ def log_linear_gated_delta_triton(
     K, V = q.shape[3], v.shape[3]
     q, k, v = (F.pad(x, (0, -x.shape[3] % 64)) if x.shape[3] % 64 else x for x in (q, k, v))
     q, k, v, level_weights = (_ready(x) for x in (q, k, v, level_weights))
-    g, beta = _ready(log_decay.float()), _ready(beta)
+    g, beta = _ready(log_decay.float()), _ready(beta.float())
     plan_inputs = cu_seqlens, first_positions
     if torch.compiler.is_compiling():
         outputs = torch.ops.fenwick.log_linear_gated_delta(

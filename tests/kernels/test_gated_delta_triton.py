@@ -127,6 +127,16 @@ def test_a_non_contiguous_and_misaligned_input_is_taken():
     assert_equal([*inputs[:2], wide[..., 3:], turned, *inputs[4:]])
 
 
+def test_beta_of_another_dtype_is_taken():
+    inputs = make_inputs(1, 70)
+    tangent = torch.randn_like(inputs[2])
+    first = outputs_and_gradients(inputs, tangent, backend="triton")
+    inputs[4] = inputs[4].double()
+    second = outputs_and_gradients(inputs, tangent, backend="triton")
+    assert second[5].dtype == torch.float64
+    assert all(torch.equal(a, b.to(a.dtype)) for a, b in zip(first, second, strict=True))
+
+
 def test_values_of_any_size_are_held():
     """States are kept by a scale of their own: v of 1e-6 and of 1e6 lose nothing."""
     inputs = make_inputs(1, 200)
