@@ -8,13 +8,14 @@ import torch.nn.functional as F
 
 from kernels.levels import num_levels
 from kernels.log_linear_gated_delta import (
+    PendingFenwickState,
     launch,
     log_linear_gated_delta_rule,
     log_linear_gated_delta_rule_step,
     log_linear_gated_delta_rule_step_in_place,
 )
 from kernels.log_linear_gated_delta.reference import log_linear_gated_delta_recurrence
-from kernels.state import FenwickState, LazyFenwickState
+from kernels.state import FenwickState
 
 pytestmark = pytest.mark.gpu
 NAMES = ["o", "dq", "dk", "dv", "dlog_decay", "dbeta", "dlevel_weights"]
@@ -266,14 +267,15 @@ def test_step_in_place_equals_the_step_and_fits_in_a_cuda_graph():
     L = num_levels(80)
     inputs = make_inputs(3, 70, 2, 4, 128, 64, torch.float32, longest=80)
     state = FenwickState.empty(3, 4, L, 128, 64, device="cuda")
-    lazy = LazyFenwickState.of(state)
+    lazy = PendingFenwickState.of(state)
     tokens = [x[:, 0].clone() for x in inputs]
-    start = [x.clone() for x in (lazy.levels, lazy.log_scale, lazy.position)]
+    parts = lazy.levels, lazy.log_scale, lazy.position, lazy.keys, lazy.values
+    start = [x.clone() for x in parts]
     log_linear_gated_delta_rule_step_in_place(*tokens, lazy)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         o = log_linear_gated_delta_rule_step_in_place(*tokens, lazy)
-    for tensor, saved in zip((lazy.levels, lazy.log_scale, lazy.position), start, strict=True):
+    for tensor, saved in zip(parts, start, strict=True):
         tensor.copy_(saved)
     for t in range(70):
         for buffer, x in zip(tokens, inputs, strict=True):
