@@ -10,7 +10,8 @@ where a name ends in b:
     dkb = dA k - P^T dq0 - Y dM              dk  = Z + dA^T kb + dS^T q + beta dkb
     dq  = dq0 + dS k                         dbeta = rowsum(dkb k) + rowsum(dvb v)
 
-[C, C] matrices stay in fp32: with repeated keys their sums over a row cancel.
+[C, C] matrices stay in fp32, and dP R^T keeps all its digits: with repeated keys the sums of their
+rows cancel.
 """
 
 import triton
@@ -102,8 +103,8 @@ def pair_inside_kernel(
             erased = tl.dot(d, tl.trans(k), erased, input_precision=IP)
     seen = i[:, None] >= i[None, :]
     dp = tl.where(seen, dweighted * weights - erased * beta[None, :], 0.0)
-    r_transposed = tl.trans(tl.load(inverse + square)).to(tl.float32)
-    ds = tl.dot(dp, r_transposed, input_precision=FINE)
+    r_transposed = tl.trans(tl.load(inverse + square))
+    ds = tl.dot(dp, r_transposed, input_precision="tf32x3")
     tl.store(dscores + square, tl.where(seen, ds, 0.0))
     p_transposed = tl.trans(tl.load(coefficients + square)).to(tl.float32)
     overlap = tl.dot(p_transposed, ds, input_precision=FINE)
@@ -189,7 +190,7 @@ def pair_keys_kernel(
             y = tl.trans(tl.load(keys + chunk * (K * 64) + tile_at(m * 64, 0, 64, 64, 64)))
             d = tl.load(transition + tile_at(m * 64, kt * 64, 64, 64, K)).to(tl.float32)
             dkb = tl.dot(-(y.to(tl.float32)), d, dkb, input_precision=FINE)
-        r = tl.load(inverse + square).to(tl.float32)
+        r = tl.load(inverse + square)
         dy = tl.load(dkeys + chunk * (64 * K) + tile_at(0, kt * 64, 64, 64, K)).to(tl.float32)
         dk = tl.dot(r, dy, input_precision=FINE)
     dk = tl.dot(tl.trans(tl.load(doverlap + square)), k * beta[:, None], dk, input_precision=FINE)
