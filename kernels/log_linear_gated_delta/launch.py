@@ -107,7 +107,8 @@ class PairShape:
 
     @property
     def gradient(self) -> torch.dtype:
-        """Their gradients, which may be of any size."""
+        """Gradients of queries, which may be of any size; those of nodes are kept by tiles with
+        scales, in the nodes' dtype."""
         return torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float32
 
     @property
