@@ -34,7 +34,8 @@ def log_linear_gated_delta_rule(
 
     Guo et al., arXiv 2506.04761; the recurrence in full is reference.py, the levels levels.py.
     With lambda = 1 on all levels this is Gated DeltaNet's rule. q and k are used as given: scale
-    and normalise them before.
+    and normalise them before. |k| <= 1 makes the rule contract; the Triton kernels rely on it for
+    bf16, where they hold products of its factors, keys and queries in fp16 (so |q| from 1e-3 on).
 
     Args:
         q, k: [B, T, G, K], bf16, fp16, fp32 or fp64; H is a multiple of G.
