@@ -126,6 +126,9 @@ def bench_step_command(
 @app.command("tune")
 def tune_command(
     op: Op = "ssd",
+    kernels: Annotated[
+        str, typer.Option(help="Kernels of the launch table, commas between them; empty: all.")
+    ] = "",
     length: Annotated[int, typer.Option(help="T.")] = 16384,
     heads: Heads = None,
     groups: Groups = None,
@@ -141,7 +144,11 @@ def tune_command(
 
     device = torch.device("cuda")
     B = max(1, batch_tokens // length)
-    tune(op, Sizes(B, length, G, H, K, V, torch.bfloat16, device), console)
+    chosen = [part for part in kernels.split(",") if part]
+    try:
+        tune(op, Sizes(B, length, G, H, K, V, torch.bfloat16, device), chosen, console)
+    except ValueError as problem:
+        _refuse(True, str(problem))
 
 
 def _refuse_sizes(sizes: dict[str, int]) -> None:

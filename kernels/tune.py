@@ -6,7 +6,7 @@ Nothing is changed on disk: the printed rows go into the operator's launch.py by
 measurement.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -26,17 +26,23 @@ TOLERANCE = 2e-2
 """Relative difference of outputs in bf16 between two ways that are both right."""
 
 
-def tune(op: str, sizes: Sizes, console: Console) -> Table:
-    """The best table found for the operator at `sizes`."""
+def tune(op: str, sizes: Sizes, kernels: Collection[str], console: Console) -> Table:
+    """The best table found for the operator at `sizes`; other kernels than these stay as they are.
+
+    Raises:
+        ValueError: a kernel is not in the operator's table.
+    """
     case = fenwick(op, sizes)
     q, _, v, _, level_weights = case.inputs[:5]
     shape = Shape if op == "ssd" else PairShape
     table: dict[str, Any] = shape.of(q, v, level_weights).table
+    if unknown := sorted(set(kernels) - table.keys()):
+        raise ValueError(f"unknown kernels: got {unknown}; expected some of {', '.join(table)}")
     tangent = torch.randn_like(v)
     expected = _outputs(case, tangent)
     best_ms = time_ms(lambda: _outputs(case, tangent), sizes.device)
     console.print(f"{hardware(sizes.device)}, committed table: {best_ms:.3f} ms forward+backward")
-    for kernel in table:
+    for kernel in kernels or list(table):
         for way in _alternatives(table[kernel]):
             kept, table[kernel] = table[kernel], way
             try:
