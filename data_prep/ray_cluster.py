@@ -70,9 +70,29 @@ def connected(
             signal.signal(signal.SIGTERM, on_terminate)
         yield folder
     finally:
-        ray.shutdown()
+        with _silent_stderr():
+            ray.shutdown()
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _silent_stderr() -> Iterator[None]:
+    """Drops what Ray's C++ threads print while it shuts down: tasks that it ends itself are errors
+    to it, which it then fails to report ("Failed to push error to driver")."""
+    if sys.stderr is None:  # closed by the caller: nothing can appear
+        yield
+        return
+    sys.stderr.flush()
+    kept = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(nowhere)
+        os.close(kept)
 
 
 def set_environment(private: bool) -> None:
