@@ -96,7 +96,10 @@ class Shape:
         if compiled is None:
             self.compiled[key] = kernel[grid](*args, **constants, **way.compiler)
         else:
-            compiled[grid](*args, *constants.values())
+            # As addresses: for a tensor Triton's launcher asks the driver whether the device can
+            # reach it, for every argument of every call.
+            plain = [x.data_ptr() if type(x) is Tensor else x for x in args]
+            compiled[grid](*plain, *constants.values())
 
     @property
     def NL(self) -> int:

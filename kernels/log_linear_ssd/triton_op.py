@@ -78,7 +78,8 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
-        o, buffers = forward(*args)
+        with torch.cuda.device_of(args[2]):  # Triton launches on the current device
+            o, buffers = forward(*args)
         ctx.save_for_backward(*args[:5], *buffers)
         ctx.plan, ctx.room = args[5:]
         return o
@@ -103,7 +104,8 @@ def _forward(
 ) -> list[Tensor]:
     room = Room.for_rows(v.shape[0], v.shape[1], cu_seqlens)
     plan = _plan(level_weights, cu_seqlens, first_positions)
-    o, buffers = forward(q, k, v, log_decay, level_weights, plan, room)
+    with torch.cuda.device_of(v):
+        o, buffers = forward(q, k, v, log_decay, level_weights, plan, room)
     return [o, *buffers]
 
 
@@ -135,7 +137,8 @@ def _backward(
 ) -> list[Tensor]:
     room = Room.for_rows(v.shape[0], v.shape[1], cu_seqlens)
     plan = _plan(level_weights, cu_seqlens, first_positions)
-    gradients = backward(q, k, v, log_decay, level_weights, do, buffers, plan, room)
+    with torch.cuda.device_of(v):
+        gradients = backward(q, k, v, log_decay, level_weights, do, buffers, plan, room)
     return list(gradients)
 
 
