@@ -4,7 +4,7 @@
 `level_proj`). From it
 
     fixed     lambda = softplus(a[h, l])               a constant per head and level, without d_t
-    linear    lambda = softplus(a[h, l] * d_t[h, l])
+    linear    lambda = softplus(a[h, l] * d_t[h, l] + offset)     offset is a setting, mostly 0
     adaptive  lambda = softplus(W2 (W1 d_t[h]) + b)    over the level axis, shared by the heads
 
 with softmax over the weights in place of softplus where the configuration says so. Lambda
@@ -103,6 +103,8 @@ class LevelWeights(nn.Module):
         """The logits, one tensor for each block of weights."""
         if self.config.kind == "linear":
             logits = self.a * d.unflatten(-1, self.a.shape)
+            if self.config.offset:
+                logits = logits + self.config.offset
             return logits.split(self._block_sizes, dim=-1)
         d = d.unflatten(-1, (-1, self.b.shape[0]))  # [..., H, W]
         if self.config.gelu:
