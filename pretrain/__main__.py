@@ -170,10 +170,13 @@ def sweep(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     gpus: Annotated[int, typer.Option(min=1, help="How many to use.")] = 1,
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Runs at a time on each GPU (8), or on the CPU (1).")
+        int | None,
+        typer.Option(
+            min=1, help="Runs at a time on each GPU (8; training runs 1), or on the CPU (1)."
+        ),
     ] = None,
 ) -> None:
-    """Trains and scores a grid of small models on a synthetic task, or what is left of it."""
+    """Trains and scores a grid of small models or of training runs, or what is left of it."""
     try:
         run_sweep(config, sweep_dir=sweep_dir, device=device, gpus=gpus, workers=workers)
     except Stopped as stop:

@@ -14,13 +14,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from data_prep.mqar import MqarTask
 from data_prep.selective_copy import SelectiveCopyTask
 from data_prep.synth import SyntheticTask
 from models.config import LevelWeightsConfig, MixerName, ModelConfig
+from pretrain import sweep_file
 
 LOG_LINEAR = "log_linear_"
 KINDS: tuple[str, ...] = get_args(LevelWeightsConfig.model_fields["kind"].annotation)
@@ -355,45 +355,5 @@ class SweepConfig(_Section):
 
 
 def load_sweep(path: Path, sweep_dir: Path | None = None) -> SweepConfig:
-    """Reads a sweep's YAML file.
-
-    Args:
-        sweep_dir: replaces the file's.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is not YAML, or a setting is wrong; one line for each fault.
-    """
-    if not path.is_file():
-        raise FileNotFoundError(f"no sweep: got {path}; expected a YAML file")
-    try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(tree, dict):
-        raise ValueError(
-            f"{path} holds no settings: expected sweep_dir, task, grid, ... as a mapping"
-        )
-    if sweep_dir is not None:
-        tree = {**tree, "sweep_dir": str(sweep_dir)}
-    try:
-        return SweepConfig.model_validate(tree)
-    except ValidationError as error:
-        lines = []
-        places = [fault["loc"] for fault in error.errors()]
-        for fault in error.errors():
-            depth = len(fault["loc"])
-            if any(place[:depth] == fault["loc"] and len(place) > depth for place in places):
-                continue  # it follows from a fault inside
-            name = ".".join(map(str, fault["loc"]))
-            message = fault["msg"].removeprefix("Value error, ")
-            if fault["type"] == "extra_forbidden":
-                lines.append(f"unknown setting: got {name}; expected one of the sweep's")
-            elif fault["type"] == "missing":
-                lines.append(f"setting is missing: expected {name}")
-            elif fault["type"] == "value_error":
-                lines.append(message if not name else f"{name}: {message}")
-            else:
-                rule = message.replace("Input should be", "expected")
-                lines.append(f"{name} is wrong: got {fault['input']!r}; {rule}")
-        raise ValueError("\n".join(dict.fromkeys(lines))) from None
+    """Reads a sweep's YAML file; arguments and errors are those of pretrain.sweep_file.read."""
+    return sweep_file.read(path, SweepConfig, sweep_dir)

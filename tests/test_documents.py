@@ -10,7 +10,7 @@ import pytest
 import typer
 
 from pretrain.config import load_config
-from pretrain.sweep_config import load_sweep
+from pretrain.sweep import load as load_sweep
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "pretrain" / "configs").glob("*.yaml"))

@@ -13,8 +13,8 @@ import torch
 import yaml
 
 from models.weights import load_model
-from pretrain.sweep import LOCK_NAME
 from pretrain.sweep_config import load_sweep
+from pretrain.sweep_file import LOCK_NAME, read_tree
 from pretrain.sweep_run import (
     RESULT_NAME,
     STATE_NAME,
@@ -27,7 +27,8 @@ from pretrain.sweep_run import (
 from pretrain.sweep_table import markdown, published, summaries
 
 ROOT = Path(__file__).parent.parent.parent
-SHIPPED = sorted((ROOT / "pretrain" / "configs" / "sweeps").glob("*.yaml"))
+ALL = sorted((ROOT / "pretrain" / "configs" / "sweeps").glob("*.yaml"))
+SHIPPED = [path for path in ALL if "config" not in read_tree(path)]  # the others train whole runs
 CPU = torch.device("cpu")
 
 
