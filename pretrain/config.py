@@ -165,17 +165,7 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
         FileNotFoundError: there is no such file.
         ValueError: the file is not YAML or a setting is wrong; one line for each fault.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"no config: got {path}; expected a YAML file")
-    try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(tree, dict):
-        raise ValueError(
-            f"{path} holds no settings: expected run_dir, model, data, ... as a mapping"
-        )
+    tree = read_yaml(Path(path), "config", "run_dir, model, data, ...")
     for override in overrides:
         tree = _merge(tree, _parse_override(override))
     try:
@@ -185,6 +175,27 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
         raise ValueError("\n".join(lines)) from None
     _check_wishes(config)
     return config
+
+
+def read_yaml(path: Path, what: str, expected: str) -> dict[str, Any]:
+    """A YAML file's settings as they stand there.
+
+    Args:
+        what: the file is, and `expected`: which settings it should hold, for the messages.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is not YAML, or no mapping.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"no {what}: got {path}; expected a YAML file")
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(tree, dict):
+        raise ValueError(f"{path} holds no settings: expected {expected} as a mapping")
+    return tree
 
 
 def _check_wishes(config: RunConfig) -> None:

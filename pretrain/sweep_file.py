@@ -5,9 +5,9 @@ import os
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
+from pretrain.config import read_yaml
 from pretrain.errors import Refused
 
 LOCK_NAME, RUNS_FOLDER, TABLE_NAME = ".lock", "runs", "table.json"
@@ -15,23 +15,8 @@ Config = TypeVar("Config", bound=BaseModel)
 
 
 def read_tree(path: Path) -> dict[str, Any]:
-    """The settings of a sweep's YAML file as they stand there.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is not YAML, or no mapping.
-    """
-    if not path.is_file():
-        raise FileNotFoundError(f"no sweep: got {path}; expected a YAML file")
-    try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(tree, dict):
-        raise ValueError(
-            f"{path} holds no settings: expected sweep_dir, task, grid, ... as a mapping"
-        )
-    return tree
+    """The settings of a sweep's YAML file as they stand there; errors are those of read_yaml."""
+    return read_yaml(path, "sweep", "sweep_dir, task or config, grid or arms, ...")
 
 
 def read(path: Path, kind: type[Config], sweep_dir: Path | None = None) -> Config:
