@@ -24,10 +24,24 @@ console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 OPS = ("ssd", "gated_delta")
 LENGTHS = "2048,4096,8192,16384,32768,65536,131072"
 Op = Annotated[str, typer.Option(help=f"Operator: {' or '.join(OPS)}.")]
-Heads = Annotated[int, typer.Option("--heads", help="H, value heads.")]
-Groups = Annotated[int, typer.Option("--groups", help="G, key/query groups.")]
-KeySize = Annotated[int, typer.Option("--key-size", help="K.")]
-ValueSize = Annotated[int, typer.Option("--value-size", help="V.")]
+Heads = Annotated[int | None, typer.Option("--heads", help="H, value heads: 48; 12.")]
+Groups = Annotated[int | None, typer.Option("--groups", help="G, key/query groups: 1; H.")]
+KeySize = Annotated[int | None, typer.Option("--key-size", help="K: 128; 128.")]
+ValueSize = Annotated[int | None, typer.Option("--value-size", help="V: 64; 128.")]
+
+
+def _sizes(
+    op: str, heads: int | None, groups: int | None, key_size: int | None, value_size: int | None
+) -> tuple[int, int, int, int]:
+    """G, H, K, V: what was asked for, else those of the operator's models (given above as ssd;
+    gated_delta, whose heads have keys and queries of their own)."""
+    _refuse(op not in OPS, f"unknown operator: got {op}; expected {' or '.join(OPS)}")
+    asked = {"heads": heads, "groups": groups, "key-size": key_size, "value-size": value_size}
+    _refuse_sizes({name: size for name, size in asked.items() if size is not None})
+    H = heads or (48 if op == "ssd" else 12)
+    G = groups or (1 if op == "ssd" else H)
+    _refuse(H % G != 0, f"heads do not divide: got {H} in {G} groups")
+    return G, H, key_size or 128, value_size or (64 if op == "ssd" else 128)
 
 
 @app.command("bench")
@@ -37,10 +51,10 @@ def bench_command(
         str, typer.Option(help=f"Peers, commas between them: {', '.join(PEERS)}.")
     ] = "",
     lengths: Annotated[str, typer.Option(help="T, commas between them.")] = LENGTHS,
-    heads: Heads = 48,
-    groups: Groups = 1,
-    key_size: KeySize = 128,
-    value_size: ValueSize = 64,
+    heads: Heads = None,
+    groups: Groups = None,
+    key_size: KeySize = None,
+    value_size: ValueSize = None,
     batch_tokens: Annotated[int, typer.Option(help="B = batch tokens / T, at least 1.")] = 32768,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
@@ -48,7 +62,8 @@ def bench_command(
 ) -> None:
     """Forward, forward+backward, memory, first call and matmul rate against T; JSON and PNG."""
     peers = [peer for peer in against.split(",") if peer]
-    _refuse(op not in OPS, f"unknown operator: got {op}; expected {' or '.join(OPS)}")
+    G, H, K, V = _sizes(op, heads, groups, key_size, value_size)
+    _refuse_sizes({"batch-tokens": batch_tokens})
     unknown = [peer for peer in peers if peer not in PEERS]
     _refuse(bool(unknown), f"unknown peer: got {unknown}; expected some of {', '.join(PEERS)}")
     numbers = [part for part in lengths.split(",") if part]
@@ -61,14 +76,11 @@ def bench_command(
         device == "cuda" and not torch.cuda.is_available(),
         "no CUDA device here; expected one, or --device cpu",
     )
-    sizes = {"heads": heads, "groups": groups, "key-size": key_size, "value-size": value_size}
-    _refuse_sizes({**sizes, "batch-tokens": batch_tokens})
-    _refuse(heads % groups != 0, f"heads do not divide: got {heads} in {groups} groups")
     _refuse(
         output.exists() and not output.is_dir(),
         f"--output is a file: got {output}; expected a folder or a free name",
     )
-    shape = {"G": groups, "H": heads, "K": key_size, "V": value_size, "dtype": dtype}
+    shape = {"G": G, "H": H, "K": K, "V": V, "dtype": dtype}
     shape |= {"device": device, "batch_tokens": batch_tokens}
     output.mkdir(parents=True, exist_ok=True)
     report = output / f"{op}.json"
@@ -91,41 +103,45 @@ def bench_one_command(op: str = "", peer: str = "", lengths: str = "", shape: st
 
 @app.command("bench-step")
 def bench_step_command(
+    op: Op = "ssd",
     batch: Annotated[int, typer.Option(help="B, rows.")] = 64,
     position: Annotated[int, typer.Option(help="Tokens that were read before.")] = 16383,
-    heads: Heads = 48,
-    groups: Groups = 1,
-    key_size: KeySize = 128,
-    value_size: ValueSize = 64,
+    heads: Heads = None,
+    groups: Groups = None,
+    key_size: KeySize = None,
+    value_size: ValueSize = None,
 ) -> None:
-    """One decoding step of log-linear SSD beside the time to move its live states once."""
+    """One decoding step beside the time to move its live states once."""
     _refuse(not torch.cuda.is_available(), "no CUDA device here; the step kernel needs one")
     _refuse(position < 0, f"no position: got {position}; expected 0 or more")
-    _refuse_sizes({"batch": batch, "heads": heads, "groups": groups})
+    G, H, K, V = _sizes(op, heads, groups, key_size, value_size)
+    _refuse_sizes({"batch": batch})
     from kernels.bench_step import bench_step
 
     device = torch.device("cuda")
-    sizes = Sizes(batch, 1, groups, heads, key_size, value_size, torch.bfloat16, device)
-    console.print(bench_step(sizes, position))
+    sizes = Sizes(batch, 1, G, H, K, V, torch.bfloat16, device)
+    console.print(bench_step(op, sizes, position))
 
 
 @app.command("tune")
 def tune_command(
+    op: Op = "ssd",
     length: Annotated[int, typer.Option(help="T.")] = 16384,
-    heads: Heads = 48,
-    groups: Groups = 1,
-    key_size: KeySize = 128,
-    value_size: ValueSize = 64,
+    heads: Heads = None,
+    groups: Groups = None,
+    key_size: KeySize = None,
+    value_size: ValueSize = None,
     batch_tokens: Annotated[int, typer.Option(help="B = batch tokens / T.")] = 32768,
 ) -> None:
-    """Measures other launch parameters of log-linear SSD on this GPU and prints the best table."""
+    """Measures other launch parameters on this GPU and prints the best table."""
     _refuse(not torch.cuda.is_available(), "no CUDA device here; tuning needs one")
-    from kernels.tune import tune_ssd
+    G, H, K, V = _sizes(op, heads, groups, key_size, value_size)
+    _refuse_sizes({"length": length, "batch-tokens": batch_tokens})
+    from kernels.tune import tune
 
     device = torch.device("cuda")
     B = max(1, batch_tokens // length)
-    sizes = Sizes(B, length, groups, heads, key_size, value_size, torch.bfloat16, device)
-    tune_ssd(sizes, console)
+    tune(op, Sizes(B, length, G, H, K, V, torch.bfloat16, device), console)
 
 
 def _refuse_sizes(sizes: dict[str, int]) -> None:

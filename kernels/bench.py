@@ -38,7 +38,8 @@ class Measurement:
     graph_ms: float | None
     peak_mb: float
     tflops: float | None
-    """Of forward+backward by Sizes.flops; None for a peer, whose own count differs."""
+    """Of forward+backward by Sizes.flops or Sizes.gated_delta_flops; None for a peer, whose own
+    count differs."""
 
 
 def measure(op: str, peer: str, sizes: Sizes) -> Measurement:
@@ -69,7 +70,8 @@ def measure(op: str, peer: str, sizes: Sizes) -> Measurement:
     peak = (_peak(device) - before) / 1e6
     forward_ms, both_ms = time_ms(forward, device), time_ms(both, device)
     graph_ms = _graph_ms(both, device) if device.type == "cuda" else None
-    rate = sum(sizes.flops) / both_ms / 1e9 if peer == "fenwick" and op == "ssd" else None
+    flops = sizes.flops if op == "ssd" else sizes.gated_delta_flops
+    rate = sum(flops) / both_ms / 1e9 if peer == "fenwick" else None
     return Measurement(peer, sizes.B, sizes.T, first, forward_ms, both_ms, graph_ms, peak, rate)
 
 

@@ -44,6 +44,26 @@ class Sizes:
         backward = 6 * C * K * shared + 4 * C * V + 2 * K * V * (3 + 2 * a)
         return tokens * forward, tokens * backward
 
+    @property
+    def gated_delta_flops(self) -> tuple[float, float]:
+        """The same of log_linear_gated_delta_rule, every product of its kernels counted once, with
+        chunks of C = 64 (kernels/log_linear_gated_delta/triton_*.py); a is the mean number of nodes
+        a chunk reads, b of those a farther one follows, m of merges a chunk.
+
+            forward   C (8 K + 2 V + 10 C) + 2 K (K + V) (1 + m K / C) + 2 K (V a + K b)
+            backward  C (20 K + 4 V + 4 C) + 4 K (K + V) (1 + m K / C) + 2 K (2 V a + 3 K b)
+        """
+        C, K, V = 64, self.K, self.V
+        last = -(-self.T // C) - 1
+        a = sum(c.bit_count() for c in range(last + 1)) / (last + 1)
+        b = sum(max(c.bit_count() - 1, 0) for c in range(last + 1)) / (last + 1)
+        m = sum(e + (e & -e) <= last for e in range(1, last + 1)) / (last + 1)
+        tree = K * (K + V) * (1 + m * K / C)
+        tokens = self.B * self.T * self.H
+        forward = C * (8 * K + 2 * V + 10 * C) + 2 * tree + 2 * K * (V * a + K * b)
+        backward = C * (20 * K + 4 * V + 4 * C) + 4 * tree + 2 * K * (2 * V * a + 3 * K * b)
+        return tokens * forward, tokens * backward
+
 
 @dataclass(frozen=True)
 class Case:
@@ -106,11 +126,16 @@ def fenwick_odd(op: str, s: Sizes) -> Case:
 
 
 def sdpa(op: str, s: Sizes) -> Case:
-    """Causal softmax attention of H heads of size V, by torch's best backend for it (cuDNN)."""
+    """Causal softmax attention as wide as v, by torch's best backend for it (cuDNN): H heads of
+    size V beside `ssd`; heads of 64, as attention models of that width have, beside
+    `gated_delta`."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
+    size = s.V if op == "ssd" or s.H * s.V % 64 else 64
     q, k, v = (
-        torch.randn(s.B, s.H, s.T, s.V, device=s.device, dtype=s.dtype, requires_grad=True)
+        torch.randn(
+            s.B, s.H * s.V // size, s.T, size, device=s.device, dtype=s.dtype, requires_grad=True
+        )
         for _ in range(3)
     )
     on_gpu = s.device.type == "cuda"

@@ -6,14 +6,16 @@ import torch.nn.functional as F
 from kernels.bench import hardware, time_ms
 from kernels.bench_cases import Sizes
 from kernels.levels import num_levels
+from kernels.log_linear_gated_delta import log_linear_gated_delta_rule_step_in_place
 from kernels.log_linear_ssd import log_linear_ssd_step_in_place
 from kernels.state import FenwickState, LazyFenwickState
 
 
-def bench_step(sizes: Sizes, position: int) -> str:
+def bench_step(op: str, sizes: Sizes, position: int) -> str:
     """One line: milliseconds of the step at `position`, bytes of its live states, their ratio.
 
-    Memory's rate is that of copying a buffer as large, which reads and writes every byte.
+    Memory's rate is that of copying a buffer as large, which reads and writes every byte. So a
+    step of the gated delta rule, which changes every state, moves twice what is counted.
     """
     s, L = sizes, num_levels(position + 1)
     state = FenwickState.empty(s.B, s.H, L, s.K, s.V, device=s.device)
@@ -22,10 +24,14 @@ def bench_step(sizes: Sizes, position: int) -> str:
     v = torch.randn(s.B, s.H, s.V, device=s.device, dtype=s.dtype)
     log_decay = -torch.rand(s.B, s.H, device=s.device)
     level_weights = F.softplus(torch.randn(s.B, s.H, L, device=s.device))
+    k, beta = F.normalize(k, dim=-1), torch.rand(s.B, s.H, device=s.device)
 
     def step() -> None:
         lazy.position.fill_(position)
-        log_linear_ssd_step_in_place(q, k, v, log_decay, level_weights, lazy)
+        if op == "ssd":
+            log_linear_ssd_step_in_place(q, k, v, log_decay, level_weights, lazy)
+        else:
+            log_linear_gated_delta_rule_step_in_place(q, k, v, log_decay, beta, level_weights, lazy)
 
     step_ms = time_ms(step, s.device)
     live = position.bit_count()

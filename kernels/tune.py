@@ -2,11 +2,13 @@
 
 One kernel at a time: every alternative runs forward and backward, its outputs are compared with
 those of the committed table, and it is kept where it is right and faster by more than noise.
-Nothing is changed on disk: the printed rows go into launch.py by hand, with their measurement.
+Nothing is changed on disk: the printed rows go into the operator's launch.py by hand, with their
+measurement.
 """
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -14,18 +16,22 @@ from torch import Tensor
 
 from kernels.bench import hardware, time_ms
 from kernels.bench_cases import Case, Sizes, fenwick
+from kernels.log_linear_gated_delta.launch import PairShape, PairWay
 from kernels.log_linear_ssd.launch import Shape, Way
+
+Table = dict[str, Way] | dict[str, PairWay]
 
 WORTHWHILE = 0.99
 TOLERANCE = 2e-2
 """Relative difference of outputs in bf16 between two ways that are both right."""
 
 
-def tune_ssd(sizes: Sizes, console: Console) -> dict[str, Way]:
-    """The best table found for log-linear SSD at `sizes`."""
-    case = fenwick("ssd", sizes)
-    q, _, v, _, level_weights = case.inputs
-    table = Shape.of(q, v, level_weights).table
+def tune(op: str, sizes: Sizes, console: Console) -> Table:
+    """The best table found for the operator at `sizes`."""
+    case = fenwick(op, sizes)
+    q, _, v, _, level_weights = case.inputs[:5]
+    shape = Shape if op == "ssd" else PairShape
+    table: dict[str, Any] = shape.of(q, v, level_weights).table
     tangent = torch.randn_like(v)
     expected = _outputs(case, tangent)
     best_ms = time_ms(lambda: _outputs(case, tangent), sizes.device)
@@ -52,14 +58,16 @@ def tune_ssd(sizes: Sizes, console: Console) -> dict[str, Way]:
     return table
 
 
-def _alternatives(way: Way) -> Iterator[Way]:
+def _alternatives(way: Any) -> Iterator[Any]:
+    stages_of = "stages" if way.loop_stages is None else "loop_stages"
+    if isinstance(way, PairWay):
+        width, widths = "columns", {64, 128, 256} if way.columns > 64 else {64}
+    else:
+        width, widths = "heads", {way.heads, max(1, way.heads // 2), way.heads * 2}
     for warps in (2, 4, 8):
         for stages in (1, 2, 3, 4):
-            for heads in {way.heads, max(1, way.heads // 2), way.heads * 2}:
-                if way.loop_stages is None:
-                    other = replace(way, warps=warps, stages=stages, heads=heads)
-                else:
-                    other = replace(way, warps=warps, loop_stages=stages, heads=heads)
+            for wide in sorted(widths):
+                other = replace(way, **{"warps": warps, stages_of: stages, width: wide})
                 if other != way:
                     yield other
 

@@ -3,6 +3,11 @@
 from kernels.log_linear_gated_delta.op import (
     log_linear_gated_delta_rule,
     log_linear_gated_delta_rule_step,
+    log_linear_gated_delta_rule_step_in_place,
 )
 
-__all__ = ["log_linear_gated_delta_rule", "log_linear_gated_delta_rule_step"]
+__all__ = [
+    "log_linear_gated_delta_rule",
+    "log_linear_gated_delta_rule_step",
+    "log_linear_gated_delta_rule_step_in_place",
+]
