@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 CHUNK = 128
 GROUP = 8
@@ -57,8 +58,9 @@ def tree_plan(
     lengths: tuple[int, ...], first_chunks: tuple[int, ...], device: torch.device
 ) -> TreePlan:
     """The plan for documents of these lengths that begin at chunk `first_chunks` of their own."""
-    # The plan outlives the call: made in inference mode, it could not serve a training step.
-    with torch.inference_mode(False):
+    # The plan outlives the call: made in inference mode or of fake tensors, it could not serve a
+    # training step.
+    with torch.inference_mode(False), unset_fake_temporarily():
         chunks: list[Tensor] = []
         groups: list[list[int]] = []
         num_chunks, token, highest = 0, 0, 0
