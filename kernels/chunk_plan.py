@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from kernels.host_tables import on_device
 from kernels.levels import bit_length, level
 
 
@@ -237,7 +238,7 @@ def _on_device(part: _Part, device: torch.device) -> _Part:
     for field in fields(part):
         value = getattr(part, field.name)
         if isinstance(value, Tensor):
-            moved[field.name] = value.to(device)
+            moved[field.name] = on_device(value, device)
         elif isinstance(value, tuple):
             moved[field.name] = tuple(_on_device(inner, device) for inner in value)
     return replace(part, **moved)

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from kernels.host_tables import on_device
+
 CHUNK = 128
 GROUP = 8
 READERS_PER_ITEM = 32
@@ -84,10 +86,10 @@ def tree_plan(
             num_groups=len(groups),
             group_slots=group_slots,
             num_levels=1 + highest,
-            chunks=torch.cat(chunks).to(device),
-            groups=_table(groups, 6).to(device),
-            node_items=items.to(device),
-            split_nodes=splits.to(device),
+            chunks=on_device(torch.cat(chunks), device),
+            groups=on_device(_table(groups, 6), device),
+            node_items=on_device(items, device),
+            split_nodes=on_device(splits, device),
         )
 
 

@@ -13,19 +13,16 @@ the other, so what counts is the larger. Not counted: the CUDA context and libra
 
 import weakref
 from collections.abc import Iterable
-from contextlib import nullcontext
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kernels.dispatch import as_on_gpu
 from models.accounting import parameter_count, training_state_bytes
+from models.fake_tensors import fake_tensors
 from models.language_model import LanguageModel
 from models.parameter_groups import is_hidden_matrix
 from pretrain.blocks import prepare_blocks
@@ -62,7 +59,8 @@ def memory_bytes(
         gathered = min(4.0 * GATHERED_PARAMETERS, whole)
     passes = {"buffers": bucket + gathered, "activations": activations}
     step = {"buffers": kept + _step_bytes(config, zero_stage, whole / ranks), "activations": 0.0}
-    return {**state, **max(passes, step, key=lambda kinds: sum(kinds.values()))}
+    larger = max((passes, step), key=lambda kinds: sum(kinds.values()))
+    return {**state, **larger}
 
 
 def _step_bytes(config: RunConfig, zero_stage: int, share: float) -> float:
@@ -78,9 +76,8 @@ def activation_bytes(config: RunConfig) -> float:
     """The most that the forward and backward pass of one micro-batch hold beside parameters and
     their gradients, by what the model's operators allocate on the run's kind of device."""
     device = torch.device("cpu")
-    on_gpu = config.parallel.device != "cpu" and find_spec("triton") is not None
     B, T = config.batch.micro_batch_rows, config.data.seq_len
-    with FakeTensorMode(allow_non_fake_inputs=True), as_on_gpu() if on_gpu else nullcontext():
+    with fake_tensors(gpu=config.parallel.device != "cpu"):
         model = LanguageModel(config.model)
         tokens = torch.zeros(B, T, dtype=torch.int64)
         prepare_blocks(model, config.parallel.model_copy(update={"compile": False}))
