@@ -271,6 +271,10 @@ class Engine:
         if updates_taken:
             read_shards(folder / ENGINE_FOLDER, self._optimizer.partition, self._optimizer.state)
 
+    def close(self) -> None:
+        """Lets go of DeepSpeed's memory, so that another engine can have it."""
+        self._engine.destroy()
+
     def _loss(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         batch = batch.to(self.device)
         return self._engine(batch.tokens, batch.labels, batch.cu_seqlens)

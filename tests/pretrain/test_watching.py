@@ -233,7 +233,7 @@ def test_bench_times_both_loops(
     settings: dict[str, Any], write_config: WriteConfig, run_ranks: Any
 ) -> None:
     config = write_config(settings)
-    measured = run_ranks("bench", config, "--updates", "4", "--rounds", "2", ranks=2)
+    measured = run_ranks("bench-loop", config, "--updates", "4", "--rounds", "2", ranks=2)
     assert measured.exit_codes == [0, 0], measured.output
     *_, ours, bare, overhead = measured.output.splitlines()
     assert ours.startswith("ours  median ms of an update (of CPU time), by round: ")
