@@ -14,7 +14,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from kernels.host_tables import on_device
 from kernels.levels import bit_length, level
 
 
@@ -102,8 +104,9 @@ def chunk_plan(
     max_C is a power of two; chunks are shorter where every document is. Made on the host, its
     tensors are then put on `device`.
     """
-    # The plan outlives the call: made in inference mode, it could not serve a training step.
-    with torch.inference_mode(False):
+    # The plan outlives the call: made in inference mode or of fake tensors, it could not serve a
+    # training step.
+    with torch.inference_mode(False), unset_fake_temporarily():
         return _chunk_plan(lengths, positions, max_C, device)
 
 
@@ -235,7 +238,7 @@ def _on_device(part: _Part, device: torch.device) -> _Part:
     for field in fields(part):
         value = getattr(part, field.name)
         if isinstance(value, Tensor):
-            moved[field.name] = value.to(device)
+            moved[field.name] = on_device(value, device)
         elif isinstance(value, tuple):
             moved[field.name] = tuple(_on_device(inner, device) for inner in value)
     return replace(part, **moved)

@@ -1,14 +1,21 @@
 """Which implementation runs: decided here, once, and logged once. Never by environment variable."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
 from typing import Literal, get_args
 
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 Backend = Literal["auto", "reference", "chunked", "triton"]
 
 logger = logging.getLogger("kernels")
+
+_as_on_gpu: ContextVar[bool] = ContextVar("as_on_gpu", default=False)
 
 
 def choose_backend(
@@ -33,10 +40,28 @@ def choose_backend(
             raise ValueError(f'{operator}: {triton_obstacle}; use backend="chunked"')
     if requested != "auto":
         return requested
+    if _as_on_gpu.get() and triton_obstacle is None:
+        return "triton"
     backend: Backend = "chunked" if device.type != "cuda" or triton_obstacle else "triton"
     if not torch.compiler.is_compiling():
         _log_choice(operator, device.type, backend)
     return backend
+
+
+@contextmanager
+def as_on_gpu() -> Iterator[None]:
+    """Inside, "auto" is what it would be on a CUDA device, for fake tensors of whatever device:
+    PyTorch has none of a device that is not there."""
+    token = _as_on_gpu.set(True)
+    try:
+        yield
+    finally:
+        _as_on_gpu.reset(token)
+
+
+def is_traced(x: Tensor) -> bool:
+    """Whether x has a shape and no numbers, so that only a custom operator can take it."""
+    return torch.compiler.is_compiling() or isinstance(x, FakeTensor)
 
 
 @torch.compiler.assume_constant_result

@@ -18,6 +18,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from kernels.host_tables import on_device
 
 CHUNK = 128
 GROUP = 8
@@ -57,8 +60,9 @@ def tree_plan(
     lengths: tuple[int, ...], first_chunks: tuple[int, ...], device: torch.device
 ) -> TreePlan:
     """The plan for documents of these lengths that begin at chunk `first_chunks` of their own."""
-    # The plan outlives the call: made in inference mode, it could not serve a training step.
-    with torch.inference_mode(False):
+    # The plan outlives the call: made in inference mode or of fake tensors, it could not serve a
+    # training step.
+    with torch.inference_mode(False), unset_fake_temporarily():
         chunks: list[Tensor] = []
         groups: list[list[int]] = []
         num_chunks, token, highest = 0, 0, 0
@@ -82,10 +86,10 @@ def tree_plan(
             num_groups=len(groups),
             group_slots=group_slots,
             num_levels=1 + highest,
-            chunks=torch.cat(chunks).to(device),
-            groups=_table(groups, 6).to(device),
-            node_items=items.to(device),
-            split_nodes=splits.to(device),
+            chunks=on_device(torch.cat(chunks), device),
+            groups=on_device(_table(groups, 6), device),
+            node_items=on_device(items, device),
+            split_nodes=on_device(splits, device),
         )
 
 

@@ -14,7 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.log_linear_ssd import log_linear_ssd, log_linear_ssd_step
+from kernels.log_linear_ssd import (
+    log_linear_ssd,
+    log_linear_ssd_step,
+    log_linear_ssd_step_in_place,
+    steps_in_place,
+)
 from models.config import ModelConfig
 from models.layers import GateThenNorm, Linear, ShortConvolution, at_least_fp32
 from models.recurrent_mixer import RecurrentMixer
@@ -25,6 +30,7 @@ class Mamba2(RecurrentMixer):
 
     operator = staticmethod(log_linear_ssd)
     operator_step = staticmethod(log_linear_ssd_step)
+    operator_step_in_place = staticmethod(log_linear_ssd_step_in_place)
 
     def __init__(self, config: ModelConfig, log_linear: bool) -> None:
         sizes, inner = config.mamba2, config.mamba2_inner_size
@@ -41,6 +47,10 @@ class Mamba2(RecurrentMixer):
         self.D = nn.Parameter(torch.empty(H))
         self.norm = GateThenNorm(inner, config.norm_eps)
         self.out_proj = Linear(inner, config.d_model)
+
+    def steps_in_place(self, device: torch.device, dtype: torch.dtype) -> bool:
+        log_linear = self.level_weights is not None
+        return log_linear and steps_in_place(self.K, self.V, self.L, dtype, device)
 
     def project(self, u: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         z, xkq, dt = self.in_proj(u).split(self.in_sizes, dim=-1)

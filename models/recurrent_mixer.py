@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.levels import num_levels
-from kernels.state import FenwickState
+from kernels.state import FenwickState, LazyFenwickState
 from models.config import ModelConfig
 from models.layers import ShortConvolution
 from models.level_weights import LevelProjection, LevelWeights
@@ -27,11 +27,12 @@ class RecurrentState:
     """What one mixer remembers of each row.
 
     conv: [B, channels, W-1], the last inputs of the convolution.
-    memory: all levels, or the linear parent's one matrix, [B, H, K, V] fp32.
+    memory: all levels, or the linear parent's one matrix, [B, H, K, V] fp32. A LazyFenwickState,
+        in a captured step only (models/decode_graph.py), is changed where it lies.
     """
 
     conv: Tensor
-    memory: FenwickState | Tensor
+    memory: FenwickState | LazyFenwickState | Tensor
 
 
 class RecurrentMixer(nn.Module):
@@ -39,6 +40,7 @@ class RecurrentMixer(nn.Module):
 
     operator: Callable[..., tuple[Tensor, FenwickState | None]]
     operator_step: Callable[..., tuple[Tensor, FenwickState]]
+    operator_step_in_place: Callable[..., Tensor]
     linear_step: Callable[..., tuple[Tensor, Tensor]]
 
     def __init__(
@@ -59,6 +61,10 @@ class RecurrentMixer(nn.Module):
             self.level_weights = LevelWeights(config.level_weights, self.H, self.L)
             if self.level_weights.reads_input:
                 self.level_proj = LevelProjection(config, self.H)
+
+    def steps_in_place(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether `step` takes a LazyFenwickState of tensors like these."""
+        return False
 
     def project(self, u: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """u [..., D] -> (the convolution's input [..., channels], what does not pass it)."""
@@ -120,9 +126,12 @@ class RecurrentMixer(nn.Module):
         x, gates = self.project(u)
         x, conv = self.conv.step(x, state.conv)
         inputs = self.operands(x, gates)
-        memory: FenwickState | Tensor
+        memory: FenwickState | LazyFenwickState | Tensor
         if self.level_weights is None:
             o, memory = self.linear_step(*inputs, state.memory)
+        elif isinstance(state.memory, LazyFenwickState):
+            weights, memory = self._weights(self.level_weights, u), state.memory
+            o = self.operator_step_in_place(*inputs, weights, memory)
         else:
             weights = self._weights(self.level_weights, u)
             o, memory = self.operator_step(*inputs, weights, state.memory)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.checks import check_level_count, document_lengths
+from kernels.dispatch import is_traced
 from kernels.log_linear_ssd.launch import Shape
 from kernels.log_linear_ssd.triton_backward import backward
 from kernels.log_linear_ssd.triton_forward import Kept, forward
@@ -44,7 +45,7 @@ def log_linear_ssd_triton(
         v = F.pad(v, (0, -V % 64))
     q, k, v, level_weights = (_ready(x) for x in (q, k, v, level_weights))
     g = _ready(log_decay.float())
-    if torch.compiler.is_compiling():
+    if is_traced(v):
         outputs = torch.ops.fenwick.log_linear_ssd(
             q, k, v, g, level_weights, cu_seqlens, first_positions
         )
@@ -57,7 +58,7 @@ def log_linear_ssd_triton(
 def _ready(x: Tensor) -> Tensor:
     """Contiguous, and on 16 bytes as the descriptors ask (a slice of a tensor may not be)."""
     x = x.contiguous()
-    if torch.compiler.is_compiling():
+    if is_traced(x):
         return x  # inductor's buffers are aligned, and a tracer has no addresses
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
@@ -170,10 +171,10 @@ def _gradients(
     do = grads[0]
     if do is None:
         return (None,) * 7
-    *inputs, cu_seqlens, first_positions = ctx.saved_tensors[:7]  # type: ignore[attr-defined]
-    buffers = list(ctx.saved_tensors[7:])  # type: ignore[attr-defined]
+    # Taken once: activation checkpointing gives them out only once.
+    q, k, v, g, level_weights, cu_seqlens, first_positions, *buffers = ctx.saved_tensors  # type: ignore[attr-defined]
     gradients = torch.ops.fenwick.log_linear_ssd_backward(
-        *inputs, _ready(do), buffers, cu_seqlens, first_positions
+        q, k, v, g, level_weights, _ready(do), buffers, cu_seqlens, first_positions
     )
     return (*gradients, None, None)
 

@@ -1,4 +1,4 @@
-"""python -m pretrain bench CONFIG: what our loop costs over bare DeepSpeed with the same model.
+"""python -m pretrain bench-loop CONFIG: what our loop costs over bare DeepSpeed, same model.
 
 Ours is `train` as it is, run folder, metrics and all, timed from one line of log.jsonl to the next.
 Bare is deepspeed.initialize with the same loss, torch's AdamW over the same parameter groups and
