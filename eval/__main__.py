@@ -19,7 +19,7 @@ import typer
 from pydantic import ValidationError
 from rich.console import Console
 
-from data_prep.command_line import default_command
+from data_prep.command_line import INTERRUPTED, default_command, run_command_line
 from eval import compare as comparison
 from eval import plots, report, selftest
 from eval.evaluation import EvaluationFailed, checked_units, evaluate, one_line, targets
@@ -244,7 +244,10 @@ def main() -> None:
     what fails later."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     try:
-        app()
+        status = run_command_line(app)
+        if status == INTERRUPTED:
+            print("interrupted; the same command goes on where it was", file=sys.stderr)
+        sys.exit(status)
     except ValidationError as error:
         for problem in error.errors():
             place = ".".join(map(str, problem["loc"]))

@@ -22,7 +22,7 @@ is_quiet = end_quietly_while_importing(__name__)
 import typer
 from rich.console import Console
 
-from data_prep.command_line import default_command
+from data_prep.command_line import default_command, run_command_line
 from pretrain import train as training
 from pretrain.bench import measure_overhead
 from pretrain.checkpoint import check_config_place
@@ -195,4 +195,4 @@ def _print_error(message: str) -> None:
 if __name__ == "__main__":
     if is_quiet:
         end_as_usual()
-    app()
+    sys.exit(run_command_line(app))
