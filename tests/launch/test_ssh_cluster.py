@@ -1,8 +1,9 @@
-"""launch/ssh_cluster.sh, run for real: "hosts" are folders of this machine, and ssh is a stub that runs
-the command there."""
+"""launch/ssh_cluster.sh, run for real: "hosts" are folders of this machine, and ssh is a stub that
+runs the command there. The cluster then does what KubeRay asks of one: the job of rayjob.yaml."""
 
 import json
 import os
+import shlex
 import shutil
 import socket
 import subprocess
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[2]
 VENV = Path(sys.prefix)
@@ -63,7 +65,7 @@ def homes() -> Iterator[Path]:
 
 @pytest.fixture
 def cluster(tmp_path: Path, homes: Path) -> Iterator[Callable[..., tuple[int, str, str]]]:
-    """cluster(action, hosts, *options): (exit code, stdout, stderr); the cluster ends with the test."""
+    """cluster(action, hosts, *options): (exit code, stdout, stderr); it ends with the test."""
     stub = tmp_path / "stubs" / "ssh"
     stub.parent.mkdir()
     stub.write_text(SSH)
@@ -81,6 +83,7 @@ def cluster(tmp_path: Path, homes: Path) -> Iterator[Callable[..., tuple[int, st
                 **os.environ,
                 "PATH": f"{stub.parent}:{os.environ['PATH']}",
                 "HOMES": str(homes),
+                "PYTHONPATH": str(ROOT),  # as in the image
             },
         )
         return done.returncode, done.stdout, done.stderr
@@ -108,8 +111,8 @@ def test_a_host_that_cannot_be_used_is_named(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_up_and_down_on_two_hosts(
-    cluster: Callable[..., tuple[int, str, str]], homes: Path
+def test_up_a_job_and_down_on_two_hosts(
+    cluster: Callable[..., tuple[int, str, str]], homes: Path, config_path: Path, tmp_path: Path
 ) -> None:
     hosts = "# the head\nalpha 127.0.0.1\nbeta\n"
     options = ("--venv", str(VENV), "--", "--num-cpus", "1")
@@ -144,6 +147,25 @@ def test_up_and_down_on_two_hosts(
     stranger = nodes(homes)  # who has no token
     assert stranger.returncode != 0
     assert "no Ray cluster answers" in stranger.stderr
+
+    job = yaml.safe_load((ROOT / "launch/kubernetes/rayjob.yaml").read_text())
+    words = shlex.split(job["spec"]["entrypoint"])
+    words = [word for word in words if not word.startswith(("run_dir=", "data.dataset="))]
+    gpus = words.index("--gpus-per-node")
+    words[0], words[3] = sys.executable, str(config_path)
+    words[gpus : gpus + 2] = ["--cpu-workers", "1"]
+    dashboard = f"http://127.0.0.1:{int(cluster.port) + 2}"  # type: ignore[attr-defined]
+    done = subprocess.run(
+        [VENV / "bin" / "ray", "job", "submit", "--address", dashboard, "--", *words],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        cwd=homes,
+        env={**os.environ, "HOME": str(homes / "alpha"), "RAY_AUTH_MODE": "token"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    latest = tmp_path / "run" / "checkpoints" / "latest"
+    assert latest.read_text().strip() == "step-00000006"
 
     code, output, _ = cluster("down", hosts)
     assert code == 0
