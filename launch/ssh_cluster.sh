@@ -62,7 +62,8 @@ up)
             fail "the head does not answer: got $head:$port; expected its name or address in this network; write the address behind its name in the list"
         options+=(--address "$head:$port")
     fi
-    setsid nohup "$venv/bin/ray" start --block "${options[@]}" "$@" >"$state/log" 2>&1 </dev/null &
+    : >"$state/log"
+    setsid nohup "$venv/bin/ray" start --block "${options[@]}" "$@" >>"$state/log" 2>&1 </dev/null &
     echo $! >"$state/pid"
     for ((i = 0; i < 240; i++)); do
         runs || fail "ray start ended: $(grep -v "^ *$" "$state/log" | tail -n 1)"
