@@ -109,6 +109,9 @@ def set_environment(private: bool) -> None:
     if str(ROOT) not in paths:
         os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, paths)])
     if not private:
+        # `ray start` asks for the token that it finds; clients send theirs only if told to.
+        if _has_token():
+            os.environ.setdefault("RAY_AUTH_MODE", "token")
         return
     os.environ.pop("RAY_ADDRESS", None)
     if "ray" in sys.modules:
@@ -119,6 +122,13 @@ def set_environment(private: bool) -> None:
     # A token for this process alone, in no file: other users of the machine cannot connect.
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+
+
+def _has_token() -> bool:
+    """Whether this user has a token for clusters, where Ray looks for one."""
+    if "RAY_AUTH_TOKEN" in os.environ or "RAY_AUTH_TOKEN_PATH" in os.environ:
+        return True
+    return (Path.home() / ".ray" / "auth_token").is_file()
 
 
 def remove_stale_folders() -> None:

@@ -1,5 +1,5 @@
 """`python -m launch CONFIG.yaml --nodes N --gpus-per-node G [section.key=value ...]`: train
-through Ray."""
+through Ray; `--module eval ...` or `--module data_prep ...`: these on a cluster."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from typing import Annotated
 import typer
 from pydantic import ValidationError
 
+from data_prep.command_line import run_command_line
 from launch.cluster import Request
 from launch.errors import LaunchFailed
+from launch.module import FLAG
+from launch.module import app as module_app
 from launch.ray_train import check_request, train
 from pretrain.config import check_run_dir, checked_manifest, load_config
 
@@ -70,6 +73,8 @@ def main() -> None:
     """The command line: user errors become one line and exit code 2."""
     signal.signal(signal.SIGTERM, _stop)
     try:
+        if FLAG in sys.argv[1:]:
+            sys.exit(run_command_line(module_app))
         app(standalone_mode=True)
     except ValidationError as error:
         for problem in error.errors():

@@ -23,7 +23,7 @@ is_quiet = end_quietly_while_importing(__name__)
 import typer
 from rich.console import Console
 
-from data_prep.command_line import default_command
+from data_prep.command_line import default_command, run_command_line
 from models.config import MAX_SEQ_LEN, MIXER_NAMES
 from pretrain import train as training
 from pretrain.checkpoint import check_config_place
@@ -308,4 +308,4 @@ def _print_error(message: str) -> None:
 if __name__ == "__main__":
     if is_quiet:
         end_as_usual()
-    app()
+    sys.exit(run_command_line(app))
