@@ -16,7 +16,7 @@ test: $(READY)
 	$(TEST)
 
 test-again: $(READY)
-	$(TEST) --last-failed --last-failed-no-failures none
+	$(TEST) --last-failed
 
 test-fast: $(READY)
 	$(TEST) -m "not gpu and not slow"
