@@ -40,10 +40,11 @@ def choose_backend(
             raise ValueError(f'{operator}: {triton_obstacle}; use backend="chunked"')
     if requested != "auto":
         return requested
-    if _as_on_gpu.get() and triton_obstacle is None:
+    compiling = torch.compiler.is_compiling()
+    if not compiling and triton_obstacle is None and _as_on_gpu.get():
         return "triton"
     backend: Backend = "chunked" if device.type != "cuda" or triton_obstacle else "triton"
-    if not torch.compiler.is_compiling():
+    if not compiling:
         _log_choice(operator, device.type, backend)
     return backend
 

@@ -147,9 +147,12 @@ def _gated_backward_shapes(
     o: Tensor, gate: Tensor, weight: Tensor, x: Tensor | None, D: Tensor | None,
     eps: float, dtype: torch.dtype, norm_first: bool, kept: list[Tensor], grads: list[Tensor],
 ) -> list[Tensor]:  # fmt: skip
-    whole = {"memory_format": torch.contiguous_format}
-    skip = [] if x is None or D is None else [torch.empty_like(x, **whole), torch.empty_like(D)]
-    return [torch.empty_like(o), torch.empty_like(gate, **whole), torch.empty_like(weight), *skip]
+    shapes = [torch.empty_like(o), _whole(gate), torch.empty_like(weight)]
+    return shapes if x is None or D is None else [*shapes, _whole(x), torch.empty_like(D)]
+
+
+def _whole(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 _gated_norm = make_operator(
