@@ -4,7 +4,8 @@ An operator is four functions of tensors and plain numbers:
 
     forward(*inputs) -> results                     the outputs come first
     shapes(*inputs) -> the same, without numbers
-    backward(*inputs, kept, grads) -> gradients     one for each floating-point tensor, in order
+    backward(*inputs, kept, grads) -> gradients     of the floating-point tensors in order; those
+                                                    at the end may be left out: constants
     backward_shapes(*inputs, kept, grads) -> the same, without numbers
 
 Traced (torch.compile, fake tensors) it is a custom operator; called eagerly an autograd.Function,
@@ -53,9 +54,8 @@ def make_operator(
         saved = list(ctx.saved_tensors)  # taken once, as activation checkpointing asks
         inputs = [saved.pop(0) if other is None else other[0] for other in ctx.others]
         found = iter(run(*inputs, saved, [x.contiguous() for x in grads[:outputs]]))
-        return tuple(
-            next(found) if isinstance(x, Tensor) and x.is_floating_point() else None for x in inputs
-        )
+        floats = [isinstance(x, Tensor) and x.is_floating_point() for x in inputs]
+        return tuple(next(found, None) if is_float else None for is_float in floats)
 
     forward_op.register_autograd(
         lambda ctx, grads: gradients(ctx, grads, backward_op), setup_context=save

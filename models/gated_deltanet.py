@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.fused.norms import l2_norm
+from kernels.linear_parents import gated_delta_rule
 from kernels.log_linear_gated_delta import (
     log_linear_gated_delta_rule,
     log_linear_gated_delta_rule_step,
@@ -30,6 +31,7 @@ class GatedDeltaNet(RecurrentMixer):
     """log_linear=True: Log-Linear Gated DeltaNet; False: Gated DeltaNet."""
 
     operator = staticmethod(log_linear_gated_delta_rule)
+    linear_operator = staticmethod(gated_delta_rule)
     operator_step = staticmethod(log_linear_gated_delta_rule_step)
 
     def __init__(self, config: ModelConfig, log_linear: bool) -> None:

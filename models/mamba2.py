@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.fused.gates import step_values
+from kernels.linear_parents import linear_ssd
 from kernels.log_linear_ssd import (
     log_linear_ssd,
     log_linear_ssd_step,
@@ -29,6 +30,7 @@ class Mamba2(RecurrentMixer):
     """log_linear=True: Log-Linear Mamba-2; False: Mamba-2."""
 
     operator = staticmethod(log_linear_ssd)
+    linear_operator = staticmethod(linear_ssd)
     operator_step = staticmethod(log_linear_ssd_step)
     operator_step_in_place = staticmethod(log_linear_ssd_step_in_place)
 
