@@ -7,10 +7,9 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from kernels.checks import check_shape, document_lengths
-from kernels.host_tables import on_device
+from kernels.host_tables import on_device, to_last
 
 
 def causal_conv1d(
@@ -85,10 +84,12 @@ def _packed(x: Tensor, weight: Tensor, bias: Tensor | None, lengths: tuple[int, 
 @lru_cache(maxsize=16)
 def document_positions(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     """[T] int32: where each token lies in its document; one for all layers of a batch."""
-    # It outlives the call, see kernels/chunk_plan.py.
-    with torch.inference_mode(False), unset_fake_temporarily():
+
+    def make() -> Tensor:
         position = torch.cat([torch.arange(n, dtype=torch.int32) for n in lengths])
         return on_device(position, device)
+
+    return to_last(make)
 
 
 def _by_document(

@@ -7,11 +7,11 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from kernels.causal_conv1d import document_positions
 from kernels.checks import check_shape, document_lengths
 from kernels.dispatch import Backend, choose_backend
+from kernels.host_tables import to_last
 
 
 @lru_cache(maxsize=8)
@@ -20,12 +20,14 @@ def rotation_table(size: int, theta: float, length: int, device: torch.device) -
 
     In fp64, for fp32 angles are off by 1e-3 at 2^14 tokens.
     """
-    # It outlives the call, see kernels/chunk_plan.py.
-    with torch.inference_mode(False), unset_fake_temporarily():
+
+    def make() -> Tensor:
         half = torch.arange(0, size, 2, dtype=torch.float64, device=device)
         position = torch.arange(length, dtype=torch.float64, device=device)
         angle = position[:, None] * theta ** (-half / size)
         return torch.stack([angle.cos(), angle.sin()])
+
+    return to_last(make)
 
 
 def rotate(
