@@ -45,7 +45,7 @@ def choose_backend(
         return "triton"
     backend: Backend = "chunked" if device.type != "cuda" or triton_obstacle else "triton"
     if not compiling:
-        _log_choice(operator, device.type, backend)
+        log_choice(operator, device.type, f"backend {backend}")
     return backend
 
 
@@ -76,5 +76,6 @@ def triton_interprets() -> bool:
 
 
 @lru_cache
-def _log_choice(operator: str, device_type: str, backend: str) -> None:
-    logger.info("%s on %s: backend %s", operator, device_type, backend)
+def log_choice(operator: str, device_type: str, choice: str) -> None:
+    """Says once what was chosen for an operator."""
+    logger.info("%s on %s: %s", operator, device_type, choice)

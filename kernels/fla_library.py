@@ -1,7 +1,9 @@
 """flash-linear-attention, an optional library: is it there, and how it is imported."""
 
 from functools import lru_cache
+from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 
 @lru_cache
@@ -19,3 +21,10 @@ def prepare_import() -> None:
         return  # its own message will say so
     if not hasattr(utils, "PreTrainedConfig"):
         utils.PreTrainedConfig = utils.PretrainedConfig
+
+
+@lru_cache
+def fla_function(module: str, name: str) -> Any:
+    """module.name; by name, so that nobody who reads imports takes FLA for a requirement."""
+    prepare_import()
+    return getattr(import_module(module), name)

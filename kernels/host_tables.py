@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-T = TypeVar("T")
+_Table = TypeVar("_Table")
 
 
-def to_last(make: Callable[[], T]) -> T:
+def to_last(make: Callable[[], _Table]) -> _Table:
     """make(), fit to be kept: tensors made in inference mode or as fake ones could not serve a
     training step. (torch.compile traces through caches, and keeps nothing.)"""
     if torch.compiler.is_compiling():

@@ -7,26 +7,22 @@ On a GPU they are flash-linear-attention's where that is installed, so that base
 their users know them; else the log-linear operator with weight 1 on every level, which is the same.
 """
 
-import logging
-from functools import lru_cache
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from kernels.checks import document_lengths
-from kernels.dispatch import is_traced
-from kernels.fla_library import fla_is_there, prepare_import
+from kernels.dispatch import is_traced, log_choice
+from kernels.fla_library import fla_function, fla_is_there
 from kernels.host_tables import on_device
 from kernels.levels import num_levels
 from kernels.log_linear_gated_delta import log_linear_gated_delta_rule
 from kernels.log_linear_ssd import log_linear_ssd
 
 Library = Literal["auto", "fla", "own"]
-MAX_KEY_SIZE = 256
+FLA_KEY_SIZE = 256
 """Of FLA's kernels."""
-
-logger = logging.getLogger("kernels")
 
 
 def linear_ssd(
@@ -44,9 +40,7 @@ def linear_ssd(
         ValueError: FLA is asked for and cannot take these inputs, or is not there.
     """
     if _is_fla(library, q, k, v, "linear_ssd"):
-        prepare_import()
-        from fla.ops.simple_gla import chunk_simple_gla
-
+        chunk_simple_gla = fla_function("fla.ops.simple_gla", "chunk_simple_gla")
         # It has a key and a query for every head.
         q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], dim=2) for x in (q, k))
         o: Tensor = chunk_simple_gla(q, k, v, log_decay, scale=1.0, **_documents(v, cu_seqlens))[0]
@@ -71,12 +65,8 @@ def gated_delta_rule(
         ValueError: FLA is asked for and cannot take these inputs, or is not there.
     """
     if _is_fla(library, q, k, v, "gated_delta_rule"):
-        prepare_import()
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-
-        o: Tensor = chunk_gated_delta_rule(
-            q, k, v, log_decay, beta, scale=1.0, **_documents(v, cu_seqlens)
-        )[0]
+        chunk_rule = fla_function("fla.ops.gated_delta_rule", "chunk_gated_delta_rule")
+        o: Tensor = chunk_rule(q, k, v, log_decay, beta, scale=1.0, **_documents(v, cu_seqlens))[0]
         return o
     weights = _unit_weights(log_decay, cu_seqlens)
     return log_linear_gated_delta_rule(q, k, v, log_decay, beta, weights, cu_seqlens=cu_seqlens)[0]
@@ -91,19 +81,14 @@ def _is_fla(library: Library, q: Tensor, k: Tensor, v: Tensor, operator: str) ->
         obstacle = f"its kernels need a CUDA device: tensors are on {v.device.type}"
     elif not q.dtype == k.dtype == v.dtype or v.dtype not in (torch.bfloat16, torch.float16):
         obstacle = f"its kernels need one of bf16, fp16: got {q.dtype, k.dtype, v.dtype}"
-    elif q.shape[-1] > MAX_KEY_SIZE:
-        obstacle = f"its kernels need K up to {MAX_KEY_SIZE}: got {q.shape[-1]}"
+    elif q.shape[-1] > FLA_KEY_SIZE:
+        obstacle = f"its kernels need K up to {FLA_KEY_SIZE}: got {q.shape[-1]}"
     if library == "fla" and obstacle is not None:
         raise ValueError(f'{operator}: library="fla": {obstacle}; use library="own"')
     chosen = library == "fla" or (library == "auto" and obstacle is None)
     if not is_traced(v):
-        _log_choice(operator, v.device.type, "fla" if chosen else "own")
+        log_choice(operator, v.device.type, f"library {'fla' if chosen else 'own'}")
     return chosen
-
-
-@lru_cache
-def _log_choice(operator: str, device_type: str, library: str) -> None:
-    logger.info("%s on %s: library %s", operator, device_type, library)
 
 
 def _documents(v: Tensor, cu_seqlens: Tensor | None) -> dict[str, Tensor]:

@@ -8,9 +8,9 @@ from torch import Tensor
 from kernels.custom_operator import make_operator
 from kernels.fused.rows import programs_for, with_rows
 
-BLOCK = 2048
+ELEMENTS = 2048
 """Numbers of a program of an elementwise kernel."""
-ROWS = 64
+SHORT_ROWS = 64
 """Rows of a program's step where rows are short."""
 
 
@@ -51,7 +51,7 @@ def swiglu_backward_kernel(gate_, up_, dy_, dgate_, dup_, size, BLOCK: tl.conste
 def _swiglu(gate: Tensor, up: Tensor) -> list[Tensor]:
     y = torch.empty_like(gate)
     size = gate.numel()
-    swiglu_kernel[(triton.cdiv(size, BLOCK),)](gate, up, y, size, BLOCK=BLOCK, num_warps=8)
+    swiglu_kernel[(triton.cdiv(size, ELEMENTS),)](gate, up, y, size, BLOCK=ELEMENTS, num_warps=8)
     return [y]
 
 
@@ -64,8 +64,8 @@ def _swiglu_backward(
 ) -> list[Tensor]:
     dgate, dup = torch.empty_like(gate), torch.empty_like(up)
     size = gate.numel()
-    swiglu_backward_kernel[(triton.cdiv(size, BLOCK),)](
-        gate, up, grads[0], dgate, dup, size, BLOCK=BLOCK, num_warps=8
+    swiglu_backward_kernel[(triton.cdiv(size, ELEMENTS),)](
+        gate, up, grads[0], dgate, dup, size, BLOCK=ELEMENTS, num_warps=8
     )
     return [dgate, dup]
 
@@ -146,14 +146,14 @@ def _level_programs(d: Tensor) -> tuple[int, int, int]:
     """(rows, programs, W padded for products)"""
     W = d.shape[-1]
     rows = d.numel() // W
-    blocks = triton.cdiv(rows, ROWS)
+    blocks = triton.cdiv(rows, SHORT_ROWS)
     return rows, programs_for(blocks, d.device), max(16, triton.next_power_of_2(W))
 
 
 def _levels(d: Tensor, P: Tensor, b: Tensor) -> list[Tensor]:
     (y,) = _levels_shapes(d, P, b)
     rows, programs, WP = _level_programs(d)
-    level_softplus_kernel[(programs,)](d, P, b, y, rows, d.shape[-1], WP=WP, ROWS=ROWS)
+    level_softplus_kernel[(programs,)](d, P, b, y, rows, d.shape[-1], WP=WP, ROWS=SHORT_ROWS)
     return [y]
 
 
@@ -168,7 +168,7 @@ def _levels_backward(
     W, dd = d.shape[-1], torch.empty_like(d)
     dP, db = (d.new_empty(programs, *x.shape, dtype=torch.float32) for x in (P, b))
     level_softplus_backward_kernel[(programs,)](
-        d, P, b, grads[0], dd, dP, db, rows, W, WP=WP, ROWS=ROWS
+        d, P, b, grads[0], dd, dP, db, rows, W, WP=WP, ROWS=SHORT_ROWS
     )
     return [dd, dP.sum(0), db.sum(0)]
 
@@ -241,9 +241,9 @@ def _steps(x: Tensor, dt: Tensor, dt_bias: Tensor, A_log: Tensor) -> list[Tensor
     H, V = x.shape[-2:]
     x, x_apart = with_rows(x, 2)
     dt, dt_apart = with_rows(dt)
-    step_values_kernel[(triton.cdiv(g.numel(), ROWS),)](
+    step_values_kernel[(triton.cdiv(g.numel(), SHORT_ROWS),)](
         x, dt, dt_bias, A_log, v, g, g.numel(), x_apart, dt_apart, H, V,
-        BV=triton.next_power_of_2(V), ROWS=ROWS,
+        BV=triton.next_power_of_2(V), ROWS=SHORT_ROWS,
     )  # fmt: skip
     return [v, g]
 
@@ -261,9 +261,9 @@ def _steps_backward(
     dA = torch.empty_like(ddt)
     x, x_apart = with_rows(x, 2)
     near_dt, dt_apart = with_rows(dt)
-    step_values_backward_kernel[(triton.cdiv(ddt.numel(), ROWS),)](
+    step_values_backward_kernel[(triton.cdiv(ddt.numel(), SHORT_ROWS),)](
         x, near_dt, dt_bias, A_log, grads[0], grads[1], dx, ddt, dA, ddt.numel(), x_apart,
-        dt_apart, H, V, BV=triton.next_power_of_2(V), ROWS=ROWS,
+        dt_apart, H, V, BV=triton.next_power_of_2(V), ROWS=SHORT_ROWS,
     )  # fmt: skip
     return [dx, ddt.to(dt.dtype), ddt.view(-1, H).sum(0), dA.view(-1, H).sum(0)]
 

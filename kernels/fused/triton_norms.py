@@ -179,7 +179,7 @@ def l2_norm_backward_kernel(
     tl.store(dx_ + here, dx.to(dx_.dtype.element_ty), mask=ok)
 
 
-ROWS = 8
+L2_ROWS = 8
 """Rows of a program of the l2 norm, which has nothing to add up."""
 
 
@@ -187,8 +187,8 @@ def _l2(x: Tensor, eps: float, scale: float) -> list[Tensor]:
     (y,) = _l2_shapes(x, eps, scale)
     rows, K = rows_of(x)
     x, apart = with_rows(x, 2)
-    l2_norm_kernel[(triton.cdiv(rows, ROWS),)](
-        x, y, rows, apart, x.shape[-2], K, eps, scale, BLOCK=triton.next_power_of_2(K), ROWS=ROWS
+    l2_norm_kernel[(triton.cdiv(rows, L2_ROWS),)](
+        x, y, rows, apart, x.shape[-2], K, eps, scale, BLOCK=triton.next_power_of_2(K), ROWS=L2_ROWS
     )
     return [y]
 
@@ -203,9 +203,9 @@ def _l2_backward(
     (dx,) = _l2_shapes(x, eps, scale)
     rows, K = rows_of(x)
     x, apart = with_rows(x, 2)
-    l2_norm_backward_kernel[(triton.cdiv(rows, ROWS),)](
+    l2_norm_backward_kernel[(triton.cdiv(rows, L2_ROWS),)](
         x, grads[0], dx, rows, apart, x.shape[-2], K, eps, scale,
-        BLOCK=triton.next_power_of_2(K), ROWS=ROWS,
+        BLOCK=triton.next_power_of_2(K), ROWS=L2_ROWS,
     )  # fmt: skip
     return [dx]
 

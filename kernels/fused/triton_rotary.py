@@ -11,7 +11,7 @@ from kernels.checks import document_lengths
 from kernels.custom_operator import make_operator
 from kernels.fused.rows import with_rows
 
-HEADS = 4
+ROTATED_ROWS = 4
 """Rows of heads of a program."""
 
 
@@ -46,10 +46,10 @@ def _turn(x: Tensor, table: Tensor, cu_seqlens: Tensor | None, direction: float)
         positions = document_positions(document_lengths(B, T, cu_seqlens), x.device)
     x, apart = with_rows(x, 2)
     rows = B * T * H
-    rotary_kernel[(triton.cdiv(rows, HEADS),)](
+    rotary_kernel[(triton.cdiv(rows, ROTATED_ROWS),)](
         x, table, positions, y, rows, T, H, apart, table.shape[1], direction,
         HALF=S // 2, BLOCK=triton.next_power_of_2(S // 2), PACKED=cu_seqlens is not None,
-        ROWS=HEADS,
+        ROWS=ROTATED_ROWS,
     )  # fmt: skip
     return y
 

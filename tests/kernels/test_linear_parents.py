@@ -1,6 +1,7 @@
 """The linear parents: the log-linear operators with weight 1, or FLA's, called as FLA is called."""
 
 import sys
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import linear_parents
+from kernels.fla_library import fla_function
 from kernels.linear_parents import gated_delta_rule, linear_ssd
 
 
@@ -55,7 +57,7 @@ def test_equals_one_state_token_by_token(ends: list[int], delta: bool) -> None:
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
     """In FLA's place, functions of its signatures that note what they are given."""
     noted: list[dict[str, Any]] = []
 
@@ -73,7 +75,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     for name in ("fla", "fla.ops"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setattr(linear_parents, "_is_fla", lambda *_: True)
-    return noted
+    fla_function.cache_clear()
+    yield noted
+    fla_function.cache_clear()
 
 
 def test_fla_gets_a_key_for_every_head_its_scale_and_documents(calls: list[Any]) -> None:
