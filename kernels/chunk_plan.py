@@ -14,9 +14,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from kernels.host_tables import on_device
+from kernels.host_tables import on_device, to_last
 from kernels.levels import bit_length, level
 
 
@@ -104,10 +103,7 @@ def chunk_plan(
     max_C is a power of two; chunks are shorter where every document is. Made on the host, its
     tensors are then put on `device`.
     """
-    # The plan outlives the call: made in inference mode or of fake tensors, it could not serve a
-    # training step.
-    with torch.inference_mode(False), unset_fake_temporarily():
-        return _chunk_plan(lengths, positions, max_C, device)
+    return to_last(lambda: _chunk_plan(lengths, positions, max_C, device))
 
 
 def _chunk_plan(

@@ -40,11 +40,12 @@ def choose_backend(
             raise ValueError(f'{operator}: {triton_obstacle}; use backend="chunked"')
     if requested != "auto":
         return requested
-    if _as_on_gpu.get() and triton_obstacle is None:
+    compiling = torch.compiler.is_compiling()
+    if not compiling and triton_obstacle is None and _as_on_gpu.get():
         return "triton"
     backend: Backend = "chunked" if device.type != "cuda" or triton_obstacle else "triton"
-    if not torch.compiler.is_compiling():
-        _log_choice(operator, device.type, backend)
+    if not compiling:
+        log_choice(operator, device.type, f"backend {backend}")
     return backend
 
 
@@ -75,5 +76,6 @@ def triton_interprets() -> bool:
 
 
 @lru_cache
-def _log_choice(operator: str, device_type: str, backend: str) -> None:
-    logger.info("%s on %s: backend %s", operator, device_type, backend)
+def log_choice(operator: str, device_type: str, choice: str) -> None:
+    """Says once what was chosen for an operator."""
+    logger.info("%s on %s: %s", operator, device_type, choice)

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kernels.fused.gates import level_softplus
 from models.config import LevelWeightsConfig, ModelConfig
 from models.layers import Linear, at_least_fp32
 
@@ -87,11 +88,18 @@ class LevelWeights(nn.Module):
             weights = weights.expand(*shape, *weights.shape)
         else:
             with torch.autocast(d.device.type, enabled=False):
-                weights = self._activated(self._logits(at_least_fp32(d)))
+                weights = self._of_tokens(d)
         untied = self.num_levels - weights.shape[-1]
         if untied == 0:
             return weights
         return torch.cat([weights, weights[..., -1:].expand(*weights.shape[:-1], untied)], dim=-1)
+
+    def _of_tokens(self, d: Tensor) -> Tensor:
+        config = self.config
+        plain = not config.gelu and config.activation == "softplus" and len(self.bounds) == 1
+        if config.kind == "adaptive" and plain:
+            return level_softplus(d.unflatten(-1, (-1, len(self.b))), self.W2 @ self.W1, self.b)
+        return self._activated(self._logits(at_least_fp32(d)))
 
     def _activated(self, blocks: Sequence[Tensor]) -> Tensor:
         # Block by block, contiguous: vectorised functions round the end of an array otherwise.

@@ -11,9 +11,10 @@
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kernels.fused.gates import step_values
+from kernels.linear_parents import linear_ssd
 from kernels.log_linear_ssd import (
     log_linear_ssd,
     log_linear_ssd_step,
@@ -29,6 +30,7 @@ class Mamba2(RecurrentMixer):
     """log_linear=True: Log-Linear Mamba-2; False: Mamba-2."""
 
     operator = staticmethod(log_linear_ssd)
+    linear_operator = staticmethod(linear_ssd)
     operator_step = staticmethod(log_linear_ssd_step)
     operator_step_in_place = staticmethod(log_linear_ssd_step_in_place)
 
@@ -62,15 +64,14 @@ class Mamba2(RecurrentMixer):
         x = x.unflatten(-1, (self.H, self.V))
         k = k.unflatten(-1, (self.G, self.K))
         q = q.unflatten(-1, (self.G, self.K))
-        delta = F.softplus(at_least_fp32(dt) + self.dt_bias)  # [..., H]
-        v = (delta[..., None] * x).to(x.dtype)
-        return q, k, v, -self.A_log.exp() * delta
+        v, log_decay = step_values(x, dt, self.dt_bias, self.A_log)
+        return q, k, v, log_decay
 
     def output(self, o: Tensor, x: Tensor, gates: tuple[Tensor, ...]) -> Tensor:
         z, _ = gates
         x = x[..., : self.conv_sizes[0]].unflatten(-1, (self.H, self.V))
-        y = at_least_fp32(o) + self.D[:, None] * x
-        return self.out_proj(self.norm(y.flatten(-2), z))
+        z = z.unflatten(-1, (self.H, self.V))
+        return self.out_proj(self.norm(o, z, (x, self.D)))
 
     @staticmethod
     def linear_step(

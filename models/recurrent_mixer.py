@@ -4,9 +4,9 @@
     y = output(o, x, gates)
 
 A log-linear mixer reads every level of the Fenwick tree with its own weight
-(models/level_weights.py). Its linear parent is the same operator with all weights 1, that is, it
-reads the plain sum of the levels; between calls its memory is that sum, [B, H, K, V], of the same
-size whatever was read.
+(models/level_weights.py). Its linear parent reads the plain sum of the levels: the same operator
+with all weights 1, or a faster one of another library (kernels/linear_parents.py). Between calls
+its memory is that sum, [B, H, K, V], of the same size whatever was read.
 """
 
 from collections.abc import Callable
@@ -39,6 +39,7 @@ class RecurrentMixer(nn.Module):
     """One mixer, [B, T, D] -> [B, T, D]. Subclasses give the operator and the parts around it."""
 
     operator: Callable[..., tuple[Tensor, FenwickState | None]]
+    linear_operator: Callable[..., Tensor]
     operator_step: Callable[..., tuple[Tensor, FenwickState]]
     operator_step_in_place: Callable[..., Tensor]
     linear_step: Callable[..., tuple[Tensor, Tensor]]
@@ -93,16 +94,16 @@ class RecurrentMixer(nn.Module):
 
         Args:
             u: [B, T, D]; with cu_seqlens [N+1], B = 1 and the row holds N documents.
-            longest: tokens of the longest document.
+            longest: tokens of the longest document; softmax attention asks for it.
         """
         x, gates = self.project(u)
         x, _ = self.conv(x, cu_seqlens)
         inputs = self.operands(x, gates)
         if self.level_weights is None:
-            weights = _unit_weights(inputs[3], longest)
+            o = self.linear_operator(*inputs, cu_seqlens=cu_seqlens)
         else:
             weights = self._weights(self.level_weights, u)
-        o, _ = self.operator(*inputs, weights, cu_seqlens=cu_seqlens)
+            o, _ = self.operator(*inputs, weights, cu_seqlens=cu_seqlens)
         return self.output(o, x, gates)
 
     def prefill(self, u: Tensor, state: RecurrentState) -> tuple[Tensor, RecurrentState]:

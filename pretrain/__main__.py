@@ -25,6 +25,7 @@ from rich.console import Console
 
 from data_prep.command_line import default_command, run_command_line
 from models.config import MAX_SEQ_LEN, MIXER_NAMES
+from models.fla_peer import check_installed
 from pretrain import train as training
 from pretrain.checkpoint import check_config_place
 from pretrain.compare import compare_runs
@@ -32,7 +33,6 @@ from pretrain.config import load_config
 from pretrain.distributed import World, start_world, stop_world
 from pretrain.dry_run import print_dry_run, ranks_of_environment
 from pretrain.errors import Refused, Stopped, TrainingFailed
-from pretrain.fla_peer import check_installed
 from pretrain.loop_overhead import measure_overhead
 from pretrain.sweep import run_sweep
 from pretrain.throughput import OUR

@@ -104,7 +104,7 @@ def measure(
 
     Args:
         config: of `bench_config`.
-        peer: "fenwick", or a code base that pretrain/fla_peer.py knows.
+        peer: "fenwick", or a code base that models/fla_peer.py knows.
 
     Returns:
         tokens_per_second, seconds of an update (data, forward, backward, step and all), mfu (null
@@ -193,9 +193,9 @@ def _updater(
             engine.update(batches, config.optimizer.peak_lr, health)
 
         return engine.clock, ours, engine.close
-    from pretrain.fla_peer import fla_model
+    from models.fla_peer import fla_model
 
-    return _plain(fla_model(config).to(device, torch.bfloat16), config, device)
+    return _plain(fla_model(config.model).to(device, torch.bfloat16), config, device)
 
 
 def _plain(

@@ -11,10 +11,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from models.accounting import parameter_count
+from models.fla_peer import fla_model
 from pretrain.__main__ import app
 from pretrain.config import RunConfig
 from pretrain.distributed import World
-from pretrain.fla_peer import fla_model
 from pretrain.kernel_kinds import kind_of
 from pretrain.throughput import OUR, Sizes, bench_config, measure
 from pretrain.throughput_report import RESULT_LINE, jobs_of, kinds_table, plot, search, table
@@ -58,7 +58,7 @@ def test_a_measurement_is_whole(settings: dict[str, Any], world: World, checkpoi
 def test_a_peer_without_such_a_mixer_or_not_installed_is_told(settings: dict[str, Any]) -> None:
     config = RunConfig.model_validate(settings)
     with pytest.raises(ValueError, match="no such mixer|needs flash-linear-attention"):
-        fla_model(config)  # a hybrid with log-linear Gated DeltaNet
+        fla_model(config.model)  # a hybrid with log-linear Gated DeltaNet
 
 
 @pytest.mark.parametrize(

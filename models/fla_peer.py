@@ -1,19 +1,18 @@
 """flash-linear-attention's models in the shape of ours: its layers, norms and MLP, fused as its
-users run them, in our skeleton and with our loss. For `python -m pretrain bench --against fla`.
+users run them, in our skeleton, for `python -m pretrain bench --against fla`.
 """
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from kernels.fla_library import fla_is_there, prepare_import
 from models.config import ModelConfig
-from pretrain.config import RunConfig
 
 
-def fla_model(config: RunConfig) -> nn.Module:
+def fla_model(config: ModelConfig) -> nn.Module:
     """A model of FLA's layers, initialised as they initialise themselves.
 
     Raises:
@@ -21,31 +20,23 @@ def fla_model(config: RunConfig) -> nn.Module:
         ImportError: it cannot be imported.
     """
     check_installed()
-    mixers = set(config.model.layer_mixers)
+    mixers = set(config.layer_mixers)
     if missing := mixers - set(_LAYERS):
         raise ValueError(
             f"flash-linear-attention has no such mixer: got {', '.join(sorted(missing))}; expected "
             f"some of {', '.join(_LAYERS)}"
         )
-    _let_transformers_4_serve()
-    return _Model(config.model)
+    prepare_import()
+    return _Model(config)
 
 
 def check_installed() -> None:
     """ValueError where FLA is not there."""
-    if find_spec("fla") is None:
+    if not fla_is_there():
         raise ValueError(
             "--against fla needs flash-linear-attention: got an environment without it; expected "
             "one with it; pip install flash-linear-attention"
         )
-
-
-def _let_transformers_4_serve() -> None:
-    """FLA 0.6 spells a name as transformers 5 does."""
-    import transformers.configuration_utils as utils
-
-    if not hasattr(utils, "PreTrainedConfig"):
-        utils.PreTrainedConfig = utils.PretrainedConfig
 
 
 class _Block(nn.Module):
