@@ -67,7 +67,7 @@ def test_a_unit_whose_process_is_killed_runs_again(model_dir, source_folder, tmp
     )
     killed = None
     while killed is None and process.poll() is None:
-        time.sleep(0.02)
+        time.sleep(0.1)
         for child in psutil.Process(process.pid).children(recursive=True):
             # It has the unit's name from before it imports torch.
             with contextlib.suppress(psutil.Error):
