@@ -1,5 +1,5 @@
 """python -m pretrain CONFIG.yaml [section.key=value ...] [--dry-run]
-python -m pretrain compare RUN_A RUN_B | bench CONFIG.yaml
+python -m pretrain compare RUN_A RUN_B | bench CONFIG.yaml [--gpus 1,2]
 
 The same command runs alone, under torchrun, under the deepspeed launcher and in a Ray worker.
 Started again, it goes on from the newest complete checkpoint of its run folder; when the run is
@@ -10,8 +10,10 @@ stopped by SIGTERM / SIGINT / SIGUSR1 / training.time_limit_minutes after a chec
 """
 
 import os
+import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -23,6 +25,7 @@ import typer
 from rich.console import Console
 
 from data_prep.command_line import default_command, run_command_line
+from pretrain import scaling_report
 from pretrain import train as training
 from pretrain.bench import measure_overhead
 from pretrain.checkpoint import check_config_place
@@ -31,6 +34,7 @@ from pretrain.config import load_config
 from pretrain.distributed import World, start_world, stop_world
 from pretrain.dry_run import print_dry_run, ranks_of_environment
 from pretrain.errors import Refused, Stopped, TrainingFailed
+from pretrain.scaling import RESULTS_NAME, Study, checked_study, measure
 from pretrain.sweep import run_sweep
 
 app = typer.Typer(
@@ -102,13 +106,44 @@ def bench(
     config: Config,
     overrides: Overrides = None,
     updates: Annotated[int, typer.Option(min=2, help="Updates of a round.")] = 40,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds of each loop.")] = 3,
+    rounds: Annotated[
+        int | None,
+        typer.Option(min=1, help="Rounds of each loop (3) or each run (1); the quickest counts."),
+    ] = None,
+    gpus: Annotated[
+        str, typer.Option(help="Scaling instead, over these numbers of GPUs, as in 1,2.")
+    ] = "",
+    cpu_workers: Annotated[str, typer.Option(help="The same over numbers of CPU processes.")] = "",
+    zero_stages: Annotated[str, typer.Option(help="Of scaling.")] = "1,2,3",
+    launchers: Annotated[
+        str, typer.Option(help="Of scaling: torchrun, ray or both, side by side.")
+    ] = "torchrun,ray",
+    output: Annotated[
+        Path | None, typer.Option(help="Folder of scaling's results; default: RUN_DIR-scaling.")
+    ] = None,
     local_rank: LocalRank = None,
 ) -> None:
-    """Times an update of this loop against one of bare DeepSpeed; not with optimizer.kind=muon."""
+    """Times an update of this loop against one of bare DeepSpeed (not with optimizer.kind=muon);
+    with --gpus or --cpu-workers: weak and strong scaling, under torchrun and Ray."""
+    if gpus or cpu_workers:
+        _scaling(
+            partial(
+                checked_study,
+                config,
+                overrides or [],
+                gpus=gpus,
+                cpu_workers=cpu_workers,
+                zero_stages=zero_stages,
+                launchers=launchers,
+                updates=updates,
+                rounds=rounds or 1,
+                folder=output,
+            )
+        )
+        return
 
     def work(world: World) -> int:
-        found = measure_overhead(config, overrides or [], world, updates, rounds)
+        found = measure_overhead(config, overrides or [], world, updates, rounds or 3)
         if world.rank == 0:
             for name, medians in (("ours", found.ours), ("bare", found.bare)):
                 numbers = "  ".join(f"{1000 * t:.1f} ({1000 * cpu:.1f})" for t, cpu in medians)
@@ -118,6 +153,26 @@ def bench(
         return 0
 
     _on_ranks(local_rank, work)
+
+
+def _scaling(check: Callable[[], Study]) -> None:
+    """Measures a study, prints its table and draws it."""
+    # The run that is being measured ends with us.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        study = check()
+        measured = measure(study)
+        table = scaling_report.rows(study, measured)
+        figure = study.folder / "scaling.png"
+        scaling_report.draw(study, measured, figure)
+    except Refused as error:
+        _print_error(str(error))
+        raise typer.Exit(2) from None
+    except (TrainingFailed, OSError) as error:
+        _print_error(str(error))
+        raise typer.Exit(1) from None
+    typer.echo(scaling_report.markdown(table), nl=False)
+    typer.echo(f"results: {study.folder / RESULTS_NAME}, {figure}")
 
 
 def _on_ranks(local_rank: int | None, work: Callable[[World], int]) -> None:
