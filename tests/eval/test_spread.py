@@ -1,13 +1,16 @@
 """Tasks and checkpoints as Ray tasks, on CPU workers."""
 
+import contextlib
 import json
 import os
 import shutil
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 import eval.spread as spread
@@ -52,6 +55,29 @@ def test_units_on_two_workers_give_what_one_process_gives(model_dir, source_fold
 
     assert values(spread_results[0]) == pytest.approx(values(here), rel=1e-6)
     assert values(spread_results[1]) == values(spread_results[0])
+
+
+@pytest.mark.slow
+def test_a_unit_whose_process_is_killed_runs_again(model_dir, source_folder, tmp_path):
+    output = tmp_path / "results.json"
+    argv = ["-m", "eval", model_dir, "--tasks", "perplexity", "--workers", "1", "--device", "cpu"]
+    argv += ["--text", source_folder / "this.txt", "--output", output]
+    process = subprocess.Popen(
+        [sys.executable, *map(str, argv)], stderr=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    killed = None
+    while killed is None and process.poll() is None:
+        time.sleep(0.1)
+        for child in psutil.Process(process.pid).children(recursive=True):
+            # It has the unit's name from before it imports torch.
+            with contextlib.suppress(psutil.Error):
+                if "_run_there" in " ".join(child.cmdline()):
+                    child.kill()
+                    killed = child
+    _, error = process.communicate(timeout=250)
+    assert killed is not None, error
+    assert process.returncode == 0, error
+    assert json.loads(output.read_text())["results"]
 
 
 def test_what_fails_in_a_worker_is_one_line(tmp_path):
