@@ -6,7 +6,10 @@ import torch.nn.functional as F
 from kernels.bench import hardware, time_ms
 from kernels.bench_cases import Sizes
 from kernels.levels import num_levels
-from kernels.log_linear_gated_delta import log_linear_gated_delta_rule_step_in_place
+from kernels.log_linear_gated_delta import (
+    PendingFenwickState,
+    log_linear_gated_delta_rule_step_in_place,
+)
 from kernels.log_linear_ssd import log_linear_ssd_step_in_place
 from kernels.state import FenwickState, LazyFenwickState
 
@@ -14,24 +17,27 @@ from kernels.state import FenwickState, LazyFenwickState
 def bench_step(op: str, sizes: Sizes, position: int) -> str:
     """One line: milliseconds of the step at `position`, bytes of its live states, their ratio.
 
-    Memory's rate is that of copying a buffer as large, which reads and writes every byte. So a
-    step of the gated delta rule, which changes every state, moves twice what is counted.
+    Memory's rate is that of copying a buffer as large, which reads and writes every byte.
     """
     s, L = sizes, num_levels(position + 1)
     state = FenwickState.empty(s.B, s.H, L, s.K, s.V, device=s.device)
-    lazy = LazyFenwickState.of(state)
     q, k = (torch.randn(s.B, s.G, s.K, device=s.device, dtype=s.dtype) for _ in range(2))
     v = torch.randn(s.B, s.H, s.V, device=s.device, dtype=s.dtype)
     log_decay = -torch.rand(s.B, s.H, device=s.device)
     level_weights = F.softplus(torch.randn(s.B, s.H, L, device=s.device))
     k, beta = F.normalize(k, dim=-1), torch.rand(s.B, s.H, device=s.device)
 
+    lazy, pending = LazyFenwickState.of(state), PendingFenwickState.of(state)
+
     def step() -> None:
-        lazy.position.fill_(position)
         if op == "ssd":
+            lazy.position.fill_(position)
             log_linear_ssd_step_in_place(q, k, v, log_decay, level_weights, lazy)
         else:
-            log_linear_gated_delta_rule_step_in_place(q, k, v, log_decay, beta, level_weights, lazy)
+            pending.position.fill_(position)
+            log_linear_gated_delta_rule_step_in_place(
+                q, k, v, log_decay, beta, level_weights, pending
+            )
 
     step_ms = time_ms(step, s.device)
     live = position.bit_count()

@@ -1,4 +1,4 @@
-"""`python -m pretrain bench` and `bench-loop`: how fast a run is, how it scales, its loop's cost."""
+"""`python -m pretrain bench` and `bench-loop`: how fast a run is, how it scales, its loop."""
 
 import json
 import signal

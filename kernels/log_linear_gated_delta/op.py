@@ -8,8 +8,9 @@ from kernels.dispatch import Backend, choose_backend
 from kernels.documents import run_by_document
 from kernels.log_linear_gated_delta.between_states import gated_delta_with_states
 from kernels.log_linear_gated_delta.chunked import log_linear_gated_delta_chunked
+from kernels.log_linear_gated_delta.pending_state import PendingFenwickState
 from kernels.log_linear_gated_delta.reference import log_linear_gated_delta_recurrence
-from kernels.state import FenwickState, LazyFenwickState, live_part, with_live_part
+from kernels.state import FenwickState, live_part, with_live_part
 
 
 def log_linear_gated_delta_rule(
@@ -133,15 +134,15 @@ def log_linear_gated_delta_rule_step_in_place(
     log_decay: Tensor,
     beta: Tensor,
     level_weights: Tensor,
-    state: LazyFenwickState,
+    state: PendingFenwickState,
 ) -> Tensor:
-    """`log_linear_gated_delta_rule_step` that changes `state` and returns o alone: one Triton
-    kernel that reads and writes the live levels once. It asks the device nothing, so a CUDA graph
-    can hold it; that the levels suffice for the position is its caller's to know. No gradients.
+    """`log_linear_gated_delta_rule_step` that changes `state` and returns o alone: one pass
+    of Triton kernels over the live levels. It asks the device nothing, so a CUDA graph can hold it;
+    that the levels suffice for the position is its caller's to know. No gradients.
 
     Args:
         q, k: [B, G, K];  v: [B, H, V];  log_decay, beta: [B, H];  level_weights: [B, H, L].
-        state: levels [B, H, L, K, V], L <= 32.
+        state: levels [B, H, L, K, V], L <= 32; made by PendingFenwickState.of.
 
     Raises:
         ValueError: a shape does not fit, or the kernels cannot take these sizes or this device.

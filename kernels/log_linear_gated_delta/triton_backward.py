@@ -52,45 +52,40 @@ def pair_backward(
     GRAD, TREE, IP, FINE = types["GRAD"], types["TREE"], types["IP"], types["FINE"]
     slots, tiles = NC * 64, (s.K // 64) * (s.V // 64)
 
-    def empty(*sizes: int) -> Tensor:
-        return torch.empty(*sizes, device=s.device, dtype=s.gradient)
-
-    per_slot = s.H * slots
+    per_slot, matrices = s.H * slots, s.H * NC
     dread_weights, read_mass, merged = scratch(
         s.device, s.NL * per_slot, s.H * s.NL * NC, s.H * NC * tiles
     )
-    dqueries = empty(per_slot * s.K)
-    dtransitions, dstates = empty(s.H * NC * s.K * s.K), empty(s.H * NC * s.K * s.V)
-    _through_reads(
-        s, do, dfar, kept, carried, dqueries, dread_weights, read_mass, dtransitions,
-        dstates, plan, NC,
-    )  # fmt: skip
-    del carried  # memory of which the rest makes use
-    right_dtransitions = empty(s.H * NC * s.K * s.K)
+    dqueries = torch.empty(per_slot * s.K, device=s.device, dtype=s.gradient)
+    dtransitions, dstates = _scaled(s, matrices, s.K, s.K), _scaled(s, matrices, s.K, s.V)
+    dnodes = *dtransitions, *dstates
+    _through_reads(s, do, dfar, kept, carried, dqueries, dread_weights, read_mass, dnodes, plan, NC)
+    del carried, dnodes  # memory of which the rest makes use
+    right_dtransitions = _scaled(s, matrices, s.K, s.K)
     for begin, end in reversed(plan.merge_levels):
         if begin == end:
             continue
         through = (
             plan.merges, kept.transitions, kept.states, kept.node_total, kept.node_scale,
-            dtransitions, right_dtransitions, dstates,
+            *dtransitions, *right_dtransitions, *dstates,
         )  # fmt: skip
         s.launch(
             pair_right_kernel, ((end - begin) * (s.K // 64) ** 2 * s.H, 1, 1),
             *through, NC, s.H, begin,
-            K=s.K, V=s.V, GRAD=GRAD, TREE=TREE, FINE=FINE, STAGES=s.table["right"].stages,
+            K=s.K, V=s.V, TREE=TREE, FINE=FINE, STAGES=s.table["right"].stages,
         )  # fmt: skip
         s.launch(
             pair_left_kernel, ((end - begin) * (KV // 4096) * s.H, 1, 1),
             *through, merged, NC, s.H, begin,
-            K=s.K, V=s.V, GRAD=GRAD, TREE=TREE, FINE=FINE, STAGES=s.table["left"].stages,
+            K=s.K, V=s.V, TREE=TREE, FINE=FINE, STAGES=s.table["left"].stages,
         )  # fmt: skip
 
-    dkeys = empty(per_slot * s.K)
+    dkeys = _scaled(s, matrices, 64, s.K)
     s.launch(
         pair_state_kernel, (plan.num_chunks * (s.K // 64) * s.H, 1, 1),
-        k, v, beta, plan.chunks, kept.chunk_end, dtransitions, right_dtransitions, dstates, dkeys,
-        NC, s.H, s.G,
-        K=s.K, V=s.V, GRAD=GRAD, IP=IP, STAGES=s.table["state"].stages,
+        k, v, beta, plan.chunks, kept.chunk_end, *dtransitions, *right_dtransitions, *dstates,
+        *dkeys, NC, s.H, s.G,
+        K=s.K, V=s.V, FINE=FINE, STAGES=s.table["state"].stages,
     )  # fmt: skip
     dcompact, dg_inside, leaving, dbeta_values, dbeta_keys, dscores, doverlap = scratch(
         s.device, 16 * per_slot, per_slot, per_slot * (s.V // 64), per_slot * (s.V // 64),
@@ -99,7 +94,7 @@ def pair_backward(
     s.launch(
         pair_inside_kernel, (plan.num_chunks * s.H, 1, 1),
         k, v, beta, do, plan.chunks, kept.compact, kept.block_end, kept.inverse,
-        kept.coefficients, kept.keys, dkeys, dqueries, dcompact, dg_inside, dscores, doverlap,
+        kept.coefficients, kept.keys, *dkeys, dqueries, dcompact, dg_inside, dscores, doverlap,
         NC, s.H, s.G, int(far),
         K=s.K, V=s.V, GRAD=GRAD, IP=IP, FINE=FINE,
     )  # fmt: skip
@@ -107,17 +102,18 @@ def pair_backward(
     s.launch(
         pair_values_kernel, (plan.num_chunks * (s.V // 64) * s.H, 1, 1),
         v, beta, do, plan.chunks, kept.compact, kept.block_end, kept.chunk_end,
-        kept.coefficients, kept.keys, dstates, dv, leaving, dbeta_values, NC, s.H,
+        kept.coefficients, kept.keys, *dstates, dv, leaving, dbeta_values, NC, s.H,
         K=s.K, V=s.V, GRAD=GRAD, IP=IP, FINE=FINE,
     )  # fmt: skip
+    del dstates
     B, T = v.shape[:2]
     # One head's dq and dk, summed over the heads of a group where there are several.
     heads_dtype = q.dtype if s.G == s.H else torch.float32
     dq, dk = (torch.empty(B, T, s.H, s.K, device=s.device, dtype=heads_dtype) for _ in range(2))
     s.launch(
         pair_keys_kernel, (plan.num_chunks * (s.K // 64) * s.H, 1, 1),
-        q, k, beta, plan.chunks, kept.inverse, kept.coefficients, kept.keys, dkeys, dqueries,
-        dtransitions, right_dtransitions, dscores, doverlap, dq, dk, dbeta_keys, NC, s.H, s.G,
+        q, k, beta, plan.chunks, kept.inverse, kept.coefficients, kept.keys, *dkeys, dqueries,
+        *dtransitions, *right_dtransitions, dscores, doverlap, dq, dk, dbeta_keys, NC, s.H, s.G,
         int(far),
         K=s.K, FINE=FINE,
     )  # fmt: skip
@@ -135,13 +131,20 @@ def pair_backward(
     return dq, dk, dv, dg, dbeta, dlevel_weights
 
 
+def _scaled(s: PairShape, matrices: int, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    """Memory for matrices [rows, columns] whose tiles of 64 by 64 have scales, and for those."""
+    size = matrices * rows * columns
+    tiles = torch.empty(size, device=s.device, dtype=s.node)
+    return tiles, torch.empty(size // 4096, device=s.device, dtype=torch.float32)
+
+
 def _through_reads(
     s: PairShape, do: Tensor, dfar: Tensor | None, kept: KeptPairs, carried: Tensor,
-    dqueries: Tensor, dread_weights: Tensor, read_mass: Tensor, dtransitions: Tensor,
-    dstates: Tensor, plan: PairPlan, NC: int,
+    dqueries: Tensor, dread_weights: Tensor, read_mass: Tensor, dnodes: tuple[Tensor, ...],
+    plan: PairPlan, NC: int,
 ) -> None:  # fmt: skip
-    """Fills the gradients of queries and read weights, and those of left children as far as their
-    readers send them."""
+    """Fills the gradients of queries and read weights, and dnodes, those of left children with
+    their scales, as far as their readers send them."""
     types, BN, KV = s.products, s.columns("sum"), s.K * (s.K + s.V)
     NR, NP = max(1, plan.num_rows), max(1, plan.num_partials)
     dcarried = torch.empty_like(carried, dtype=s.gradient)
@@ -168,13 +171,13 @@ def _through_reads(
         s.launch(
             pair_sum_kernel, (items * (s.K // 64) * ((s.K + s.V) // BN) * s.H, 1, 1),
             do, plan.chunks, plan.reads, plan.sums, kept.read_weights, carried, dcarried,
-            dtransitions, dstates, partials, NC, NR, NP, s.H, s.NL,
+            *dnodes, partials, NC, NR, NP, s.H, s.NL,
             K=s.K, V=s.V, BN=BN, GRAD=types["GRAD"], IP=types["IP"],
             STAGES=s.table["sum"].stages,
         )  # fmt: skip
     if splits := len(plan.splits):
         s.launch(
             pair_split_kernel, (splits * (KV // 4096) * s.H, 1, 1),
-            plan.splits, partials, dtransitions, dstates, NC, NP, s.H,
-            K=s.K, V=s.V, GRAD=types["GRAD"],
+            plan.splits, partials, *dnodes, NC, NP, s.H,
+            K=s.K, V=s.V,
         )  # fmt: skip

@@ -89,7 +89,7 @@ def pair_chunk_kernel(
     scores = tl.where(i[:, None] >= i[None, :], scores, 0.0)
     square = (h * NC.to(tl.int64) + n) * 4096 + tile_at(0, 0, 64, 64, 64)
     tl.store(coefficients + square, tl.dot(scores, inv, input_precision="tf32x3").to(NODE))
-    tl.store(inverse + square, inv.to(NODE))
+    tl.store(inverse + square, inv)
     for kt in range(K // 64):
         k = load_tokens(k_, token, ok, group, G, kt, K, 64)
         moved = dot_fine(tl.trans(k.to(NODE)), inv, NODE, IP)

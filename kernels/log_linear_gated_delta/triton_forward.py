@@ -45,10 +45,11 @@ class KeptPairs(NamedTuple):
     else is said. The carried queries, as large as half of it, are made again.
 
     compact [H, slots, 16]: lambda times decay of pairs in the chunk (see triton_tiles.py).
-    inverse, coefficients [H, chunks, 64, 64]: R, P.  keys [H, chunks, K, 64]: k^T R.
+    coefficients [H, chunks, 64, 64]: P.  keys [H, chunks, K, 64]: k^T R.
     transitions [H, 2 chunks, K, K]: of left children by the chunk they end at, then of right ones
         by the chunk they begin at, without decay.
     states [H, chunks, K, V]: of left children, divided by their scale.
+    inverse [H, chunks, 64, 64] fp32: R.
     block_end, chunk_end [H, slots] fp32: exp(sum of g after the slot) to the end of its block of 8,
         of its chunk.
     chunk_total, value_scale [H, chunks] fp32: g summed; a power of two that no |v| exceeds.
@@ -58,11 +59,11 @@ class KeptPairs(NamedTuple):
     """
 
     compact: Tensor
-    inverse: Tensor
     coefficients: Tensor
     keys: Tensor
     transitions: Tensor
     states: Tensor
+    inverse: Tensor
     block_end: Tensor
     chunk_end: Tensor
     chunk_total: Tensor
@@ -90,8 +91,8 @@ class KeptPairs(NamedTuple):
 def _sizes(s: PairShape, NC: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     chunks, slots = s.H * NC, s.H * NC * 64
     square = chunks * 64 * 64
-    nodes = slots * 16, square, square, slots * s.K, 2 * chunks * s.K * s.K, chunks * s.K * s.V
-    return nodes, (slots, slots, chunks, chunks, s.NL * slots, 2 * chunks, 2 * chunks)
+    nodes = slots * 16, square, slots * s.K, 2 * chunks * s.K * s.K, chunks * s.K * s.V
+    return nodes, (square, slots, slots, chunks, chunks, s.NL * slots, 2 * chunks, 2 * chunks)
 
 
 @triton.jit(do_not_specialize=["NC", "NR", "H", "NL"])

@@ -10,17 +10,20 @@ where a name ends in b:
     dkb = dA k - P^T dq0 - Y dM              dk  = Z + dA^T kb + dS^T q + beta dkb
     dq  = dq0 + dS k                         dbeta = rowsum(dkb k) + rowsum(dvb v)
 
-[C, C] matrices stay in fp32: with repeated keys their sums over a row cancel.
+[C, C] matrices stay in fp32, and dP R^T keeps all its digits: with repeated keys the sums of their
+rows cancel.
 """
 
 import triton
 import triton.language as tl
 
 from kernels.log_linear_gated_delta.triton_tiles import (
+    load_scaled,
     load_tokens,
     pair_chunk_row,
     pair_weights,
     pair_weights_transposed,
+    store_scaled,
     tile_at,
 )
 from kernels.log_linear_ssd.triton_tiles import same_block, selectors_transposed
@@ -28,8 +31,9 @@ from kernels.log_linear_ssd.triton_tiles import same_block, selectors_transposed
 
 @triton.jit(do_not_specialize=["NC", "H", "G"])
 def pair_state_kernel(
-    k_, v_, beta_, chunks, chunk_end, dtransitions, right_dtransitions, dstates, dkeys, NC, H, G,
-    K: tl.constexpr, V: tl.constexpr, GRAD: tl.constexpr, IP: tl.constexpr, STAGES: tl.constexpr,
+    k_, v_, beta_, chunks, chunk_end, dtransitions, dtransition_scales, right_dtransitions,
+    right_scales, dstates, dstate_scales, dkeys, dkey_scales, NC, H, G,
+    K: tl.constexpr, V: tl.constexpr, FINE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dY [H, chunks, 64, K], a tile of 64 columns."""
     h = tl.program_id(0) % H
@@ -44,25 +48,28 @@ def pair_state_kernel(
     inserted = beta * tl.load(chunk_end + chunk * 64 + i)
     acc = tl.zeros((64, 64), tl.float32)
     if c < last:
-        state = dstates + (chunk + 1) * (K * V)
         for m in tl.range(0, V // 64, num_stages=STAGES):
             v = load_tokens(v_, token, ok, h, H, m, V, 64).to(tl.float32)
-            d = tl.load(state + tile_at(kt * 64, m * 64, 64, 64, V))
-            acc = tl.dot((v * inserted[:, None]).to(GRAD), tl.trans(d), acc, input_precision=IP)
-        transition = dtransitions + (chunk + 1) * (K * K)
-        if ((c & 1) == 1) & (c > first):
-            transition = right_dtransitions + chunk * (K * K)
+            d = load_scaled(dstates, dstate_scales, chunk + 1, kt, m, K, V)
+            acc = tl.dot(v * inserted[:, None], tl.trans(d), acc, input_precision=FINE)
+        transition = dtransitions
+        scales = dtransition_scales
+        right = ((c & 1) == 1) & (c > first)
+        if right:
+            transition = right_dtransitions
+            scales = right_scales
+        matrix = tl.where(right, chunk, chunk + 1)
         for m in tl.range(0, K // 64, num_stages=STAGES):
             k = load_tokens(k_, token, ok, group, G, m, K, 64).to(tl.float32)
-            d = tl.load(transition + tile_at(kt * 64, m * 64, 64, 64, K))
-            acc = tl.dot((k * -beta[:, None]).to(GRAD), tl.trans(d), acc, input_precision=IP)
-    tl.store(dkeys + chunk * (64 * K) + tile_at(0, kt * 64, 64, 64, K), acc.to(GRAD))
+            d = load_scaled(transition, scales, matrix, kt, m, K, K)
+            acc = tl.dot(k * -beta[:, None], tl.trans(d), acc, input_precision=FINE)
+    store_scaled(dkeys, dkey_scales, chunk, 0, kt, acc, 64, K, 64)
 
 
 @triton.jit(do_not_specialize=["NC", "H", "G", "FAR"])
 def pair_inside_kernel(
-    k_, v_, beta_, do_, chunks, compact, block_end, inverse, coefficients, keys, dkeys, dqueries,
-    dcompact, dg_inside, dscores, doverlap, NC, H, G, FAR,
+    k_, v_, beta_, do_, chunks, compact, block_end, inverse, coefficients, keys, dkeys, dkey_scales,
+    dqueries, dcompact, dg_inside, dscores, doverlap, NC, H, G, FAR,
     K: tl.constexpr, V: tl.constexpr, GRAD: tl.constexpr, IP: tl.constexpr, FINE: tl.constexpr,
 ):  # fmt: skip
     """dS, dA [H, chunks, 64, 64] fp32; gradients of the compact weights without their lambda, and
@@ -102,23 +109,23 @@ def pair_inside_kernel(
             erased = tl.dot(d, tl.trans(k), erased, input_precision=IP)
     seen = i[:, None] >= i[None, :]
     dp = tl.where(seen, dweighted * weights - erased * beta[None, :], 0.0)
-    r_transposed = tl.trans(tl.load(inverse + square)).to(tl.float32)
-    ds = tl.dot(dp, r_transposed, input_precision=FINE)
+    r_transposed = tl.trans(tl.load(inverse + square))
+    ds = tl.dot(dp, r_transposed, input_precision="tf32x3")
     tl.store(dscores + square, tl.where(seen, ds, 0.0))
     p_transposed = tl.trans(tl.load(coefficients + square)).to(tl.float32)
     overlap = tl.dot(p_transposed, ds, input_precision=FINE)
     for kt in range(K // 64):
         y = tl.trans(tl.load(keys + chunk * (K * 64) + tile_at(kt * 64, 0, 64, 64, 64)))
-        dy = tl.load(dkeys + chunk * (64 * K) + tile_at(0, kt * 64, 64, 64, K))
-        z_transposed = tl.dot(tl.trans(dy).to(tl.float32), r_transposed, input_precision=FINE)
+        dy = load_scaled(dkeys, dkey_scales, chunk, 0, kt, 64, K)
+        z_transposed = tl.dot(tl.trans(dy), r_transposed, input_precision=FINE)
         overlap = tl.dot(y.to(tl.float32), z_transposed, overlap, input_precision=FINE)
     tl.store(doverlap + square, tl.where(i[:, None] > i[None, :], -overlap, 0.0))
 
 
 @triton.jit(do_not_specialize=["NC", "H"])
 def pair_values_kernel(
-    v_, beta_, do_, chunks, compact, block_end, chunk_end, coefficients, keys, dstates, dv_,
-    leaving, dbeta_values, NC, H,
+    v_, beta_, do_, chunks, compact, block_end, chunk_end, coefficients, keys, dstates,
+    dstate_scales, dv_, leaving, dbeta_values, NC, H,
     K: tl.constexpr, V: tl.constexpr, GRAD: tl.constexpr, IP: tl.constexpr, FINE: tl.constexpr,
 ):  # fmt: skip
     """dv, 64 columns; leaving [H, tiles, slots]: mass of all pairs from the slot to later chunks;
@@ -136,10 +143,9 @@ def pair_values_kernel(
     v = load_tokens(v_, token, ok, h, H, vt, V, 64).to(tl.float32)
     dvb = tl.zeros((64, 64), tl.float32)
     if c < last:
-        state = dstates + (chunk + 1) * (K * V)
         for m in range(K // 64):
             y = tl.trans(tl.load(keys + chunk * (K * 64) + tile_at(m * 64, 0, 64, 64, 64)))
-            d = tl.load(state + tile_at(m * 64, vt * 64, 64, 64, V)).to(tl.float32)
+            d = load_scaled(dstates, dstate_scales, chunk + 1, m, vt, K, V)
             dvb = tl.dot(y.to(tl.float32), d, dvb, input_precision=FINE)
         dvb = dvb * tl.load(chunk_end + own)[:, None]
     tl.store(leaving + part, tl.sum(dvb * v, 1) * beta)
@@ -154,8 +160,9 @@ def pair_values_kernel(
 
 @triton.jit(do_not_specialize=["NC", "H", "G", "FAR"])
 def pair_keys_kernel(
-    q_, k_, beta_, chunks, inverse, coefficients, keys, dkeys, dqueries, dtransitions,
-    right_dtransitions, dscores, doverlap, dq_, dk_, dbeta_keys, NC, H, G, FAR,
+    q_, k_, beta_, chunks, inverse, coefficients, keys, dkeys, dkey_scales, dqueries,
+    dtransitions, dtransition_scales, right_dtransitions, right_scales, dscores, doverlap, dq_, dk_,
+    dbeta_keys, NC, H, G, FAR,
     K: tl.constexpr, FINE: tl.constexpr,
 ):  # fmt: skip
     """dq, dk of one head [tokens, H, K], 64 columns; dbeta's part through the keys."""
@@ -182,15 +189,19 @@ def pair_keys_kernel(
         dkb = tl.dot(-p, d, dkb, input_precision=FINE)
     dk = tl.zeros((64, 64), tl.float32)
     if c < last:
-        transition = dtransitions + (chunk + 1) * (K * K)
-        if ((c & 1) == 1) & (c > first):
-            transition = right_dtransitions + chunk * (K * K)
+        transition = dtransitions
+        scales = dtransition_scales
+        right = ((c & 1) == 1) & (c > first)
+        if right:
+            transition = right_dtransitions
+            scales = right_scales
+        matrix = tl.where(right, chunk, chunk + 1)
         for m in range(K // 64):
             y = tl.trans(tl.load(keys + chunk * (K * 64) + tile_at(m * 64, 0, 64, 64, 64)))
-            d = tl.load(transition + tile_at(m * 64, kt * 64, 64, 64, K)).to(tl.float32)
+            d = load_scaled(transition, scales, matrix, m, kt, K, K)
             dkb = tl.dot(-(y.to(tl.float32)), d, dkb, input_precision=FINE)
-        r = tl.load(inverse + square).to(tl.float32)
-        dy = tl.load(dkeys + chunk * (64 * K) + tile_at(0, kt * 64, 64, 64, K)).to(tl.float32)
+        r = tl.load(inverse + square)
+        dy = load_scaled(dkeys, dkey_scales, chunk, 0, kt, 64, K)
         dk = tl.dot(r, dy, input_precision=FINE)
     dk = tl.dot(tl.trans(tl.load(doverlap + square)), k * beta[:, None], dk, input_precision=FINE)
     dk = tl.dot(tl.trans(tl.load(dscores + square)), q, dk, input_precision=FINE)

@@ -11,13 +11,20 @@ Then gradients go down the tree, from a parent (M, U) to its children:
     dM_l += M_r^T dM                 dU_l += exp(total_r) M_r^T dU
     dM_r  = dM M_l^T + exp(total_r) dU U_l^T          dU_r = dU
 
-so that dU is the same for all nodes that end at one chunk: it is kept by that chunk alone.
+so that dU is the same for all nodes that end at one chunk: it is kept by that chunk alone. Every
+tile of 64 by 64 of a node's gradient has a scale of its own (triton_tiles.py).
 """
 
 import triton
 import triton.language as tl
 
-from kernels.log_linear_gated_delta.triton_tiles import load_tokens, pair_chunk_row, tile_at
+from kernels.log_linear_gated_delta.triton_tiles import (
+    load_scaled,
+    load_tokens,
+    pair_chunk_row,
+    store_scaled,
+    tile_at,
+)
 
 
 @triton.jit(do_not_specialize=["NC", "NR", "H", "NL", "BEGIN", "LEVEL"])
@@ -71,8 +78,8 @@ def pair_walk_kernel(
 
 @triton.jit(do_not_specialize=["NC", "NR", "NP", "H", "NL"])
 def pair_sum_kernel(
-    do_, chunks, reads, sums, read_weights, carried, dcarried, dtransitions, dstates, partials,
-    NC, NR, NP, H, NL,
+    do_, chunks, reads, sums, read_weights, carried, dcarried, dtransitions, dtransition_scales,
+    dstates, dstate_scales, partials, NC, NR, NP, H, NL,
     K: tl.constexpr, V: tl.constexpr, BN: tl.constexpr, GRAD: tl.constexpr, IP: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -113,12 +120,11 @@ def pair_sum_kernel(
         partial = partials + (h * NP.to(tl.int64) + target) * (K * (K + V))
         tl.store(partial + tile_at(kt * 64, ct * BN, 64, BN, K + V), acc)
     else:
+        matrix = h * NC.to(tl.int64) + node
         if ct < K // BN:
-            to = dtransitions + (h * NC.to(tl.int64) + node) * (K * K)
-            tl.store(to + tile_at(kt * 64, ct * BN, 64, BN, K), acc.to(GRAD))
+            store_scaled(dtransitions, dtransition_scales, matrix, kt, ct, acc, K, K, BN)
         else:
-            to = dstates + (h * NC.to(tl.int64) + node) * (K * V)
-            tl.store(to + tile_at(kt * 64, ct * BN - K, 64, BN, V), acc.to(GRAD))
+            store_scaled(dstates, dstate_scales, matrix, kt, ct - K // BN, acc, K, V, BN)
 
 
 @triton.jit
@@ -130,8 +136,8 @@ def _lowest_bit(c):
 
 @triton.jit(do_not_specialize=["NC", "NP", "H"])
 def pair_split_kernel(
-    splits, partials, dtransitions, dstates, NC, NP, H,
-    K: tl.constexpr, V: tl.constexpr, GRAD: tl.constexpr,
+    splits, partials, dtransitions, dtransition_scales, dstates, dstate_scales, NC, NP, H,
+    K: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     """Sums a node's partial gradients, always in the same order."""
     TILES: tl.constexpr = (K + V) // 64
@@ -145,19 +151,18 @@ def pair_split_kernel(
     for x in range(tl.load(split + 2)):
         part = partials + (h * NP.to(tl.int64) + first + x) * (K * (K + V))
         acc += tl.load(part + tile_at(kt * 64, ct * 64, 64, 64, K + V))
+    matrix = h * NC.to(tl.int64) + node
     if ct < K // 64:
-        to = dtransitions + (h * NC.to(tl.int64) + node) * (K * K)
-        tl.store(to + tile_at(kt * 64, ct * 64, 64, 64, K), acc.to(GRAD))
+        store_scaled(dtransitions, dtransition_scales, matrix, kt, ct, acc, K, K, 64)
     else:
-        to = dstates + (h * NC.to(tl.int64) + node) * (K * V)
-        tl.store(to + tile_at(kt * 64, ct * 64 - K, 64, 64, V), acc.to(GRAD))
+        store_scaled(dstates, dstate_scales, matrix, kt, ct - K // 64, acc, K, V, 64)
 
 
 @triton.jit(do_not_specialize=["NC", "H", "BEGIN"])
 def pair_left_kernel(
-    merges, transitions, states, node_total, node_scale, dtransitions, right_dtransitions, dstates,
-    merged, NC, H, BEGIN,
-    K: tl.constexpr, V: tl.constexpr, GRAD: tl.constexpr, TREE: tl.constexpr, FINE: tl.constexpr,
+    merges, transitions, states, node_total, node_scale, dtransitions, dtransition_scales,
+    right_dtransitions, right_scales, dstates, dstate_scales, merged, NC, H, BEGIN,
+    K: tl.constexpr, V: tl.constexpr, TREE: tl.constexpr, FINE: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """Adds to a tile of the left child's gradient what comes through the merge: M_r^T (dM, dU).
@@ -178,35 +183,40 @@ def pair_left_kernel(
     right = transitions + (h * 2 * NC.to(tl.int64) + NC + n) * (K * K)
     acc = tl.zeros((64, 64), tl.float32)
     if ct < K // 64:
-        parent = dtransitions + (chunk + target) * (K * K)
+        parent = dtransitions
+        scales = dtransition_scales
         if left == 0:
-            parent = right_dtransitions + (chunk + target) * (K * K)
+            parent = right_dtransitions
+            scales = right_scales
         for m in tl.range(0, K // 64, num_stages=STAGES):
             a = tl.load(right + tile_at(m * 64, kt * 64, 64, 64, K)).to(TREE)
-            b = tl.load(parent + tile_at(m * 64, ct * 64, 64, 64, K)).to(TREE)
+            b = load_scaled(parent, scales, chunk + target, m, ct, K, K).to(TREE)
             acc = tl.dot(tl.trans(a), b, acc, input_precision=FINE)
-        to = dtransitions + (chunk + n) * (K * K) + tile_at(kt * 64, ct * 64, 64, 64, K)
-        tl.store(to, (acc + tl.load(to).to(tl.float32)).to(GRAD))
+        acc += load_scaled(dtransitions, dtransition_scales, chunk + n, kt, ct, K, K)
+        tl.debug_barrier()  # the tile's old scale has been read by every thread
+        store_scaled(dtransitions, dtransition_scales, chunk + n, kt, ct, acc, K, K, 64)
     else:
-        parent = dstates + (chunk + end) * (K * V)
+        vt = ct - K // 64
         for m in tl.range(0, K // 64, num_stages=STAGES):
             a = tl.load(right + tile_at(m * 64, kt * 64, 64, 64, K)).to(TREE)
-            b = tl.load(parent + tile_at(m * 64, ct * 64 - K, 64, 64, V)).to(TREE)
+            b = load_scaled(dstates, dstate_scales, chunk + end, m, vt, K, V).to(TREE)
             acc = tl.dot(tl.trans(a), b, acc, input_precision=FINE)
         acc = acc * tl.exp(tl.load(node_total + h * 2 * NC.to(tl.int64) + NC + n))
-        tile = (chunk + n) * (K * V) + tile_at(kt * 64, ct * 64 - K, 64, 64, V)
+        tile = (chunk + n) * (K * V) + tile_at(kt * 64, vt * 64, 64, 64, V)
         scale = tl.load(node_scale + h * 2 * NC.to(tl.int64) + n)
         mass = tl.sum(tl.sum(acc * tl.load(states + tile).to(tl.float32), 1), 0) * scale
         tiles: tl.constexpr = (K // 64) * (V // 64)
-        tl.store(merged + (chunk + n) * tiles + kt * (V // 64) + ct - K // 64, mass)
-        tl.store(dstates + tile, (acc + tl.load(dstates + tile).to(tl.float32)).to(GRAD))
+        tl.store(merged + (chunk + n) * tiles + kt * (V // 64) + vt, mass)
+        acc += load_scaled(dstates, dstate_scales, chunk + n, kt, vt, K, V)
+        tl.debug_barrier()
+        store_scaled(dstates, dstate_scales, chunk + n, kt, vt, acc, K, V, 64)
 
 
 @triton.jit(do_not_specialize=["NC", "H", "BEGIN"])
 def pair_right_kernel(
-    merges, transitions, states, node_total, node_scale, dtransitions, right_dtransitions, dstates,
-    NC, H, BEGIN,
-    K: tl.constexpr, V: tl.constexpr, GRAD: tl.constexpr, TREE: tl.constexpr, FINE: tl.constexpr,
+    merges, transitions, states, node_total, node_scale, dtransitions, dtransition_scales,
+    right_dtransitions, right_scales, dstates, dstate_scales, NC, H, BEGIN,
+    K: tl.constexpr, V: tl.constexpr, TREE: tl.constexpr, FINE: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """A tile of the gradient of the right child's transition: dM M_l^T + exp(total_r) dU U_l^T."""
@@ -220,21 +230,21 @@ def pair_right_kernel(
     target = tl.load(merge + 3)
     chunk = h * NC.to(tl.int64)
     acc = tl.zeros((64, 64), tl.float32)
-    parent = dstates + (chunk + end) * (K * V)
     state = states + (chunk + n) * (K * V)
     for m in tl.range(0, V // 64, num_stages=STAGES):
-        a = tl.load(parent + tile_at(kt * 64, m * 64, 64, 64, V)).to(TREE)
+        a = load_scaled(dstates, dstate_scales, chunk + end, kt, m, K, V).to(TREE)
         b = tl.load(state + tile_at(ct * 64, m * 64, 64, 64, V)).to(TREE)
         acc = tl.dot(a, tl.trans(b), acc, input_precision=FINE)
     nodes = h * 2 * NC.to(tl.int64)
     acc = acc * (tl.exp(tl.load(node_total + nodes + NC + n)) * tl.load(node_scale + nodes + n))
-    parent = dtransitions + (chunk + target) * (K * K)
+    parent = dtransitions
+    scales = dtransition_scales
     if left == 0:
-        parent = right_dtransitions + (chunk + target) * (K * K)
+        parent = right_dtransitions
+        scales = right_scales
     transition = transitions + (nodes + n) * (K * K)
     for m in tl.range(0, K // 64, num_stages=STAGES):
-        a = tl.load(parent + tile_at(kt * 64, m * 64, 64, 64, K)).to(TREE)
+        a = load_scaled(parent, scales, chunk + target, kt, m, K, K).to(TREE)
         b = tl.load(transition + tile_at(ct * 64, m * 64, 64, 64, K)).to(TREE)
         acc = tl.dot(a, tl.trans(b), acc, input_precision=FINE)
-    to = right_dtransitions + (chunk + n) * (K * K) + tile_at(kt * 64, ct * 64, 64, 64, K)
-    tl.store(to, acc.to(GRAD))
+    store_scaled(right_dtransitions, right_scales, chunk + n, kt, ct, acc, K, K, 64)

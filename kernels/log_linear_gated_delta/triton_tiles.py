@@ -125,3 +125,27 @@ def dot_fine(x, y, NODE: tl.constexpr, IP: tl.constexpr):
     else:
         product = tl.dot(x, y, input_precision=IP)
     return product
+
+
+@triton.jit
+def load_scaled(X, scales, matrix, kt, ct, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Tile (kt, ct), 64 by 64, of matrix number `matrix` [ROWS, COLUMNS] in X, in fp32."""
+    tile = (matrix * (ROWS // 64) + kt) * (COLUMNS // 64) + ct
+    at = matrix * (ROWS * COLUMNS) + tile_at(kt * 64, ct * 64, 64, 64, COLUMNS)
+    return tl.load(X + at).to(tl.float32) * tl.load(scales + tile)
+
+
+@triton.jit
+def store_scaled(X, scales, matrix, kt, ct, x, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+                 BN: tl.constexpr):  # fmt: skip
+    """The inverse, of BN columns from column ct BN on: divided by a power of two above all |x|, so
+    that fp16 holds a gradient of any size."""
+    largest = tl.max(tl.max(tl.abs(x), 1), 0)
+    exponent = (largest.to(tl.int32, bitcast=True) >> 23) + 1
+    exponent = tl.minimum(tl.maximum(exponent, 1), 253)
+    one_over = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    at = matrix * (ROWS * COLUMNS) + tile_at(kt * 64, ct * BN, 64, BN, COLUMNS)
+    tl.store(X + at, (x * one_over).to(X.dtype.element_ty))
+    tile = (matrix * (ROWS // 64) + kt) * (COLUMNS // 64) + ct * (BN // 64)
+    scale = (exponent << 23).to(tl.float32, bitcast=True)
+    tl.store(scales + tile + tl.arange(0, BN // 64), scale + tl.zeros((BN // 64,), tl.float32))

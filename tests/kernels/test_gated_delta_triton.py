@@ -8,12 +8,13 @@ import torch.nn.functional as F
 
 from kernels.levels import num_levels
 from kernels.log_linear_gated_delta import (
+    PendingFenwickState,
     log_linear_gated_delta_rule,
     log_linear_gated_delta_rule_step,
     log_linear_gated_delta_rule_step_in_place,
 )
 from kernels.log_linear_gated_delta import pair_plan as plans
-from kernels.state import FenwickState, LazyFenwickState
+from kernels.state import FenwickState
 
 if torch.cuda.is_available():
     pytest.skip(
@@ -125,6 +126,16 @@ def test_a_non_contiguous_and_misaligned_input_is_taken():
     wide = torch.cat([inputs[2][..., :3], inputs[2]], dim=-1)
     turned = inputs[3].transpose(1, 2).contiguous().mT
     assert_equal([*inputs[:2], wide[..., 3:], turned, *inputs[4:]])
+
+
+def test_beta_of_another_dtype_is_taken():
+    inputs = make_inputs(1, 70)
+    tangent = torch.randn_like(inputs[2])
+    first = outputs_and_gradients(inputs, tangent, backend="triton")
+    inputs[4] = inputs[4].double()
+    second = outputs_and_gradients(inputs, tangent, backend="triton")
+    assert second[5].dtype == torch.float64
+    assert all(torch.equal(a, b.to(a.dtype)) for a, b in zip(first, second, strict=True))
 
 
 def test_values_of_any_size_are_held():
@@ -249,23 +260,24 @@ def test_what_the_kernels_cannot_take_is_refused_in_one_line():
 
 
 def test_step_in_place_equals_the_step_at_every_carry():
-    B, T, L = 3, 14, 9
-    inputs = make_inputs(B, 37, G=2, H=2, K=48, V=32, L=L)
-    state = FenwickState.empty(B, 2, L, 48, 32)
+    """Rows at 0, 5 and 31 at the start: carries of every size, and past two multiples of the
+    sixteen tokens after which changes are carried out."""
+    B, T, L = 3, 24, 9
+    inputs = make_inputs(B, 55, G=1, H=2, K=24, V=20, L=L)
+    state = FenwickState.empty(B, 2, L, 24, 20)
     state = FenwickState(state.levels, torch.tensor([0, 0, 0]))
-    # Rows at different positions: 0, 5 and 31.
     for row, count in enumerate([0, 5, 31]):
         for t in range(count):
             one = FenwickState(state.levels[row : row + 1], state.position[row : row + 1])
             tokens = [x[row : row + 1, t] for x in inputs]
             _, one = log_linear_gated_delta_rule_step(*tokens, one)
             state.levels[row], state.position[row] = one.levels[0], one.position[0]
-    lazy = LazyFenwickState.of(state)
+    lazy = PendingFenwickState.of(state)
     for t in range(T):
         tokens = [x[:, t] for x in inputs]
         expected, state = log_linear_gated_delta_rule_step(*tokens, state)
         o = log_linear_gated_delta_rule_step_in_place(*tokens, lazy)
         torch.testing.assert_close(o, expected, rtol=1e-5, atol=1e-6)
-    settled = lazy.settled()
-    assert settled.position.tolist() == state.position.tolist() == [14, 19, 45]
-    torch.testing.assert_close(settled.levels, state.levels, rtol=1e-5, atol=1e-6)
+        settled = lazy.settled()
+        torch.testing.assert_close(settled.levels, state.levels, rtol=1e-5, atol=1e-6)
+    assert settled.position.tolist() == state.position.tolist() == [24, 29, 55]
