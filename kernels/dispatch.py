@@ -10,6 +10,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 Backend = Literal["auto", "reference", "chunked", "triton"]
 
@@ -60,9 +61,15 @@ def as_on_gpu() -> Iterator[None]:
         _as_on_gpu.reset(token)
 
 
-def is_traced(x: Tensor) -> bool:
-    """Whether x has a shape and no numbers, so that only a custom operator can take it."""
+def is_fake(x: Tensor) -> bool:
+    """Whether x has a shape and no numbers, and no address."""
     return torch.compiler.is_compiling() or isinstance(x, FakeTensor)
+
+
+def is_traced(x: Tensor) -> bool:
+    """Whether x is fake or something watches operations (selective activation checkpointing does):
+    then only a custom operator will do."""
+    return is_fake(x) or _get_current_dispatch_mode() is not None
 
 
 @torch.compiler.assume_constant_result

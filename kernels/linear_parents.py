@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels.checks import document_lengths
-from kernels.dispatch import is_traced, log_choice
+from kernels.dispatch import is_fake, log_choice
 from kernels.fla_library import fla_function, fla_is_there
 from kernels.host_tables import on_device
 from kernels.levels import num_levels
@@ -86,7 +86,7 @@ def _is_fla(library: Library, q: Tensor, k: Tensor, v: Tensor, operator: str) ->
     if library == "fla" and obstacle is not None:
         raise ValueError(f'{operator}: library="fla": {obstacle}; use library="own"')
     chosen = library == "fla" or (library == "auto" and obstacle is None)
-    if not is_traced(v):
+    if not is_fake(v):
         log_choice(operator, v.device.type, f"library {'fla' if chosen else 'own'}")
     return chosen
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.checks import check_level_count, document_lengths
-from kernels.dispatch import is_traced
+from kernels.dispatch import is_fake, is_traced
 from kernels.log_linear_ssd.launch import Shape
 from kernels.log_linear_ssd.triton_backward import backward
 from kernels.log_linear_ssd.triton_forward import Kept, forward
@@ -58,7 +58,7 @@ def log_linear_ssd_triton(
 def _ready(x: Tensor) -> Tensor:
     """Contiguous, and on 16 bytes as the descriptors ask (a slice of a tensor may not be)."""
     x = x.contiguous()
-    if is_traced(x):
+    if is_fake(x):
         return x  # inductor's buffers are aligned, and a tracer has no addresses
     return x if x.data_ptr() % 16 == 0 else x.clone()
 

@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from kernels.dispatch import as_on_gpu
+from kernels.dispatch import as_on_gpu, triton_interprets
 from kernels.levels import num_levels
 from kernels.log_linear_ssd import log_linear_ssd
 from models.accounting import parameter_count, training_state_bytes
+from models.initialize import initialize
 from models.language_model import LanguageModel
+from pretrain.blocks import prepare_blocks
 from pretrain.config import RunConfig
 from pretrain.distributed import World
 from pretrain.engine import Engine
@@ -217,6 +219,26 @@ def test_an_estimate_leaves_nothing_behind(settings: dict[str, Any], mixer: str)
     logits = LanguageModel(config.model)(tokens)
     assert type(logits) is torch.Tensor
     assert activation_bytes(config) > 0
+
+
+@pytest.mark.skipif(not triton_interprets(), reason="runs Triton's kernels in its interpreter")
+def test_selective_checkpointing_runs_an_operator_once(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eagerly too, where an operator is no operation of PyTorch's unless somebody watches."""
+    from kernels.log_linear_ssd import triton_op
+
+    settings["model"] |= {"mixer": "log_linear_mamba2", "num_layers": 1}
+    config = RunConfig.model_validate(settings)
+    model, runs = LanguageModel(config.model), []
+    initialize(model, 0)
+    original = triton_op.forward
+    monkeypatch.setattr(triton_op, "forward", lambda *args: runs.append(1) or original(*args))
+    parallel = config.parallel.model_copy(update={"activation_checkpointing": "selective"})
+    prepare_blocks(model, parallel)
+    with as_on_gpu():
+        model(torch.zeros(1, 32, dtype=torch.int64)).square().sum().backward()
+    assert len(runs) == 1
 
 
 def test_checkpointing_and_offload_lower_the_estimate(settings: dict[str, Any]) -> None:
