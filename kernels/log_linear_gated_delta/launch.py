@@ -40,7 +40,7 @@ HOPPER_PAIRS: dict[str, PairWay] = {
     "query": PairWay(loop_stages=1),
     "carry": PairWay(stages=3, columns=128),
     "out": PairWay(stages=3, columns=128),
-    "walk": PairWay(loop_stages=2),
+    "walk": PairWay(stages=2),
     "sum": PairWay(stages=3, columns=128),
     "split": PairWay(),
     "left": PairWay(stages=2),

@@ -68,7 +68,7 @@ def assert_equal(inputs, cu_seqlens=None, bounds=None):
         [x.double() for x in inputs], tangent, cu_seqlens=cu_seqlens, backend="chunked"
     )
     # Where each token erases the one before, dlog_decay is 0 but for rounding.
-    floors = {"dlog_decay": 0.05 * float(expected[0].norm())}
+    floors = {"dlog_decay": float(inputs[2].double().norm())}
     errors = {}
     for name, a, e in zip(NAMES, actual, expected, strict=True):
         error, scale = float((a.double() - e).norm()), max(float(e.norm()), floors.get(name, 0))
@@ -96,16 +96,16 @@ def test_bf16_at_16384(decay):
 @pytest.mark.parametrize("T", [129, 1000])
 def test_bf16_keys_that_repeat(T, beta, decay):
     inputs = make_inputs(1, T, 4, 4, 128, 128, torch.bfloat16, decay=decay, keys="few", beta=beta)
-    assert_equal(inputs)
+    # What was erased leaves its rounding to every later read of it: in dlog_decay these add up.
+    assert_equal(inputs, bounds={"dlog_decay": 2e-2} if decay == "none" else None)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
-def test_bf16_one_key(beta):
-    # With beta = 1 what reaches dq and dbeta is the little that cancellation leaves.
+def test_bf16_one_key_for_all_tokens(beta):
     inputs = make_inputs(
         1, 1000, 4, 4, 128, 128, torch.bfloat16, decay="none", keys="one", beta=beta
     )
-    assert_equal(inputs, bounds={"dq": 2e-2, "dbeta": 2e-2} if beta == 1 else None)
+    assert_equal(inputs, bounds={"dlog_decay": 2e-2})
 
 
 @pytest.mark.parametrize("T", [129, 1000])
