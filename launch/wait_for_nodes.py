@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from data_prep.command_line import run_command_line
 from data_prep.ray_cluster import connected
 
 POLL_SECONDS = 1.0
@@ -56,4 +57,4 @@ def wait_for_nodes(
 
 
 if __name__ == "__main__":
-    app()
+    sys.exit(run_command_line(app))

@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -239,7 +239,12 @@ def _run(study: Study, case: Case) -> Measurement:
         tree["parallel"]["device"] = "cpu"
     path = study.folder / "run.yaml"
     path.write_text(dump_config(RunConfig.model_validate(tree)))
-    _start(command(case, path, study.on_gpus), study.folder / "run.log", case)
+    environment = dict(os.environ)
+    if not study.on_gpus:  # a rank has the same processors whatever the number of ranks
+        threads = max(1, (os.cpu_count() or 1) // max(study.ranks))
+        environment.setdefault("OMP_NUM_THREADS", str(threads))
+    argv = command(case, path, study.on_gpus)
+    _start(argv, study.folder / "run.log", case, environment)
     lines = [json.loads(line) for line in (run_dir / LOG_NAME).read_text().splitlines()]
     lines = [line for line in lines if "loss" in line]
     times = [line["time"] for line in lines[WARMUP - 1 : -1]]
@@ -265,11 +270,15 @@ def command(case: Case, config: Path, on_gpus: bool) -> list[str]:
     return [*torchrun, "--master-port", str(_free_port()), "-m", "pretrain", str(config)]
 
 
-def _start(argv: Sequence[str], log: Path, case: Case) -> None:
+def _start(argv: Sequence[str], log: Path, case: Case, environment: Mapping[str, str]) -> None:
     """Runs a command to its end; its output goes to `log`. TrainingFailed where that is no 0."""
     with open(log, "wb") as output:
         process = subprocess.Popen(
-            [sys.executable, *argv], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT
+            [sys.executable, *argv],
+            cwd=ROOT,
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
         )
         try:
             code = process.wait()

@@ -2,12 +2,17 @@
 a cluster: test_ssh_cluster.py."""
 
 import os
+import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from launch import __main__ as command
+from data_prep.command_line import run_command_line
+from launch.module import app
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -24,12 +29,9 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
     def run(*argv: str) -> Any:
         monkeypatch.setattr(sys, "argv", ["launch", *argv])
         try:
-            command.main()
+            return run_command_line(app)
         except Became as became:
             return became.args[0]
-        except SystemExit as stop:
-            return stop.code
-        return None
 
     monkeypatch.setattr(os, "execv", become)
     return run
@@ -90,13 +92,30 @@ def test_without_a_word_about_machines_eval_uses_all_of_this_one(
             (*EVAL, "--gpus-per-node", "2", "--cpu-workers", "1"),
             "--gpus-per-node does not go with --cpu-workers: got 2",
         ),
-        ((*EVAL, "--nodes", "none"), "Invalid value for '--nodes'"),
-        (("--module",), "Option '--module' requires an argument"),
     ],
 )
-def test_mistakes_are_one_line(
-    run: Any, capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], message: str
-) -> None:
-    assert run(*argv) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+def test_what_means_nothing_is_refused(run: Any, argv: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        run(*argv)
+    assert str(refused.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("--module", "pretrain", "c.yaml"), "--module is unknown: got pretrain; expected"),
+        (("--module", "eval", "/nowhere", "--tasks", "niah", "--nodes", "x"), "Invalid value for"),
+        (("--module", "eval", "/nowhere", "--tasks", "niah", "--cpu-workers", "1"), "no check"),
+    ],
+)
+def test_the_launcher_says_so_in_one_line(argv: tuple[str, ...], message: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "launch", *argv],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
     assert line.startswith(f"error: {message}")

@@ -1,6 +1,8 @@
-"""The shell scripts: shellcheck, and the mistakes that they refuse before they start anything."""
+"""The shell scripts: shellcheck, and the mistakes that they refuse before they start anything. And
+what they wait with."""
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -79,3 +81,31 @@ def test_a_batch_script_that_cannot_run_says_why(
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"error: {message}: got ")
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "message"),
+    [
+        (("127.0.0.1:{port}", "2", "--seconds", "0"), 1, "the cluster is too small: expected 2 "),
+        (("127.0.0.1:{port}", "none"), 2, "Invalid value for 'nodes'"),
+    ],
+)
+def test_waiting_for_nodes_that_do_not_come_is_one_line(
+    argv: tuple[str, ...], code: int, message: str
+) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))  # bound and not listening: nobody else takes it
+        port = probe.getsockname()[1]
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "launch.wait_for_nodes"),
+                *(word.format(port=port) for word in argv),
+            ],
+            capture_output=True,
+            text=True,
+            timeout=250,
+            cwd=ROOT,
+        )
+    assert done.returncode == code
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"error: {message}")
