@@ -1,47 +1,57 @@
-"""Ctrl-C and SIGTERM: ask the workers for a checkpoint before everything ends.
+"""Ctrl-C, SIGTERM and Slurm's SIGUSR1: ask the ranks for a checkpoint before everything ends.
 
-Ray's workers train in a thread, where no signal arrives; the file RUN/stop reaches them, on any
-node that sees the run folder.
+start-up, between two starts   the launcher ends at once
+while ranks run                they get the signal, save and end; a second one ends at once
+while it ends                  nothing: everything is being ended already
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
+import threading
 import time
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from launch.descendants import end_all
 from launch.errors import LaunchFailed
+
+CLEAN_UP_SECONDS = 12.0
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal ends the launcher. Of a kind that no library on the way takes for its own error."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.code = 128 + number
 
 
 class StopRequest:
-    """Inside its context the first signal makes the stop file, a second one ends at once.
+    """What signals do, from its making until the process ends or `restore`.
 
     Args:
-        stop_file: what pretrain looks for after every step.
-        seconds: how long the workers get to finish a step and save.
+        seconds: how long the ranks get to finish a step and save.
     """
 
-    def __init__(self, stop_file: Path, seconds: float) -> None:
-        self.stop_file = stop_file
+    def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self.signal: int | None = None
+        self.graceful = False
+        """Whether there are ranks that can save: the first signal is then theirs."""
+        self.ending = False
+        """Whether everything is being ended: no signal may keep that from its end."""
         self._deadline = 0.0
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> StopRequest:
-        self._before = {
-            number: signal.signal(number, self._remember)
-            for number in (signal.SIGINT, signal.SIGTERM)
+        self._before: dict[int, Any] = {
+            number: signal.signal(number, self._remember) for number in SIGNALS
         }
-        return self
 
-    def __exit__(self, *_: object) -> None:
+    def restore(self) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        self.stop_file.unlink(missing_ok=True)
 
     @property
     def requested(self) -> bool:
@@ -50,7 +60,7 @@ class StopRequest:
 
     @property
     def expired(self) -> bool:
-        """Whether the workers have had their time."""
+        """Whether the ranks have had their time."""
         return self.requested and time.monotonic() > self._deadline
 
     def failure(self, when: str) -> LaunchFailed:
@@ -64,17 +74,28 @@ class StopRequest:
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         del frame
-        if self.requested:
-            sys.exit(128 + number)
-        self.signal = number
-        try:
-            self.stop_file.touch()
-        except OSError:  # there is no run folder yet, so nothing to save
-            self._deadline = time.monotonic()
+        if self.ending:
             return
+        if self.requested or not self.graceful:
+            self.ending = True
+            _end_in(CLEAN_UP_SECONDS, 128 + number)
+            raise Interrupted(number)
+        self.signal = number
         self._deadline = time.monotonic() + self.seconds
         print(
             f"stopping: up to {self.seconds:.0f} s for a checkpoint; once more ends at once",
             file=sys.stderr,
             flush=True,
         )
+
+
+def _end_in(seconds: float, code: int) -> None:
+    """Ends this process and all below it, should cleaning up not get that far."""
+
+    def end() -> None:
+        end_all(spare=set())
+        os._exit(code)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
