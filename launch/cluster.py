@@ -64,7 +64,7 @@ def choose_nodes(
     """
     alive = [row for row in rows if row["Alive"]]
     fitting = [row for row in alive if request.fits(row["Resources"])]
-    fitting.sort(key=lambda row: HEAD_RESOURCE not in row["Resources"])
+    fitting.sort(key=lambda row: (HEAD_RESOURCE not in row["Resources"], row["NodeManagerAddress"]))
     least = f"{request.nodes} with at least {request.workers_per_node}"
     if len(fitting) < request.nodes:
         nodes = _listed(request, alive, {row["NodeID"]: row["Resources"] for row in alive})
@@ -127,6 +127,7 @@ def cluster(request: Request, address: str | None) -> Iterator[list[Mapping[str,
 
         # What Ray itself has to say of lost nodes and actors is said by us, in one line.
         logging.getLogger("ray").setLevel(logging.CRITICAL)
+        ray._private.worker._worker_logs_enabled = False
         from ray._private.state import available_resources_per_node
 
         yield choose_nodes(request, ray.nodes(), available_resources_per_node)

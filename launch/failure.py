@@ -19,6 +19,8 @@ _LOST_PEER = re.compile(
     "distnetworkerror|distbackenderror|tcpstore|socket timeout",
     re.IGNORECASE,
 )
+LOST_PEER = 4
+"""Place of such an end among the causes, the best of which is 0."""
 _PASSING = re.compile(r"0x[0-9a-f]+|\d+")
 """What differs between two times of one error: addresses, process ids, ports, times."""
 
@@ -79,9 +81,14 @@ def cause(ended: Sequence[Ended], names: Sequence[str], step: int) -> Failure:
     return Failure(f"{where}: {said}", code, step, outside=bool(_LOST_PEER.search(said)))
 
 
+def is_cause(end: Ended) -> bool:
+    """Whether a bad end tells why by itself, and not only that another rank is gone."""
+    return _rank_of_cause(end) < LOST_PEER
+
+
 def _rank_of_cause(end: Ended) -> int:
     if end.message and _LOST_PEER.search(end.message):
-        return 4
+        return LOST_PEER
     if end.code >= STOPPED_BY_SIGNAL:
         return 0
     if end.message:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 PREFIX = "error: "
 TRACEBACK = "Traceback (most recent call last):"
+_RANK = re.compile(r"\[rank\d+\]: ?")
+"""torch puts it before every line of a traceback."""
 
 
 class FirstError:
@@ -15,17 +19,22 @@ class FirstError:
         self._in_traceback = False
 
     def feed(self, line: str) -> bool:
-        """Takes a line; returns whether it is an `error: ` line."""
+        """Takes a line; returns whether it is for the user now.
+
+        Errors come with the end of the rank, and of a traceback the user sees the last line; all
+        of it is in the rank's log.
+        """
         if line.startswith(PREFIX):
             self.complaints.append(line.removeprefix(PREFIX))
-            return True
-        if line == TRACEBACK:
+            return False
+        bare = line[found.end() :] if (found := _RANK.match(line)) else line
+        if bare == TRACEBACK:
             self._in_traceback = True
-        elif self._in_traceback and line and not line[0].isspace():
+        elif self._in_traceback and bare and not bare[0].isspace():
             self._in_traceback = False
             if self.exception is None:
-                self.exception = line
-        return False
+                self.exception = bare
+        return not self._in_traceback
 
     @property
     def message(self) -> str:

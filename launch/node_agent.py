@@ -85,6 +85,7 @@ class NodeAgent:
         self._changed = threading.Condition()
         self._lines: deque[tuple[int, str]] = deque(maxlen=KEPT_LINES)
         self._ended: list[Ended] = []
+        self._kills = 0
         self._running: dict[int, subprocess.Popen[bytes]] = {}
         self._threads: list[threading.Thread] = []
         self._node: dict[str, str] = {}
@@ -122,9 +123,6 @@ class NodeAgent:
         self._heard = time.monotonic()
         cpus = cpus_of_ranks(len(orders)) if bind else [None] * len(orders)
         self._node = node_variables(self._address, len(orders), self._gpus, orders[0].environment)
-        with self._changed:
-            self._lines.clear()
-            self._ended.clear()
         self._threads = [
             threading.Thread(target=self._run, args=(order, binding), daemon=True)
             for order, binding in zip(orders, cpus, strict=True)
@@ -136,7 +134,12 @@ class NodeAgent:
         """Lines and ends since the last call; waits for some."""
         self._heard = time.monotonic()
         with self._changed:
-            self._changed.wait_for(lambda: self._lines or self._ended, wait_seconds)
+            asked = self._kills
+            self._changed.wait_for(
+                lambda: self._lines or self._ended or self._kills != asked, wait_seconds
+            )
+            if self._kills != asked:  # of ranks that are gone; what comes now is not for this call
+                return News()
             news = News(list(self._lines), list(self._ended))
             self._lines.clear()
             self._ended.clear()
@@ -155,6 +158,11 @@ class NodeAgent:
         self._kill()
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
+        with self._changed:
+            self._kills += 1
+            self._lines.clear()
+            self._ended.clear()
+            self._changed.notify_all()
         return not any(thread.is_alive() for thread in self._threads)
 
     def _kill(self) -> None:
@@ -201,7 +209,7 @@ class NodeAgent:
             if log is not None:
                 log.write(raw)
             line = raw.decode(errors="replace").rstrip("\n")
-            if not first.feed(line):  # errors come with the end of the rank
+            if first.feed(line):
                 with self._changed:
                     self._lines.append((rank, line))
                     self._changed.notify_all()

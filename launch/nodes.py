@@ -145,10 +145,10 @@ class Nodes:
             self._check(node)
         except (NodeRefused, ray.exceptions.RayError) as error:
             ray.kill(node.agent)
-            why = str(error) if isinstance(error, NodeRefused) else f"{node.name}: {_why(error)}"
-            if ready and self._refused.get(node.id) != why:
-                self._tell(f"not taken back: {why}")
-            self._refused[node.id] = why
+            # Where Ray has an error of its own the node is gone again, or not quite there yet.
+            if isinstance(error, NodeRefused) and self._refused.get(node.id) != str(error):
+                self._refused[node.id] = str(error)
+                self._tell(f"not taken back: {error}")
             return
         if len(self.healthy) < self._request.nodes:
             self._tell(f"node {node.name} is there")
@@ -175,11 +175,10 @@ class Nodes:
         return result
 
     def start(self, orders: Mapping[Node, Sequence[Order]], bind: bool) -> None:
-        """Starts ranks. A node that has gone shows in `news`."""
+        """Starts ranks. NodeRefused: a node does not answer."""
         self._calls.clear()
         for node, its_orders in orders.items():
-            node.agent.start.remote(list(its_orders), bind)
-            node.heard = time.monotonic()
+            self.call(node, "start", list(its_orders), bind)
             self._ask(node)
 
     def news(self, seconds: float) -> tuple[list[News], list[Node]]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.errors import LaunchFailed, NodeRefused
-from launch.failure import RUN_TIME_FAILURE, USER_ERROR, Failure, cause
+from launch.failure import RUN_TIME_FAILURE, USER_ERROR, Failure, cause, is_cause
 from launch.node_agent import Ended
 from launch.nodes import Node, Nodes, fence
 from launch.plan import Plan
@@ -26,8 +26,8 @@ from launch.record import Record
 from launch.stop import StopRequest
 from models.checkpoint_directory import newest_complete
 
-SETTLE_SECONDS = 3.0
-"""After the first bad end: time for the others to say theirs, which may be the cause."""
+SETTLE_SECONDS, UNCLEAR_SECONDS = 1.0, 4.0
+"""After the first bad end: time for the others to say theirs; longer while none is a cause."""
 WATCH_SECONDS = 0.5
 FULL_SET_SECONDS = 5.0
 """How long a restart on fewer nodes waits for the rest, which may only be starting again."""
@@ -159,7 +159,7 @@ class Supervisor:
     def _watch(self, nodes: Sequence[Node]) -> Failure | None:
         names = self._plan.names(nodes)
         ended: list[Ended] = []
-        settle_until: float | None = None
+        began_to_end: float | None = None
         grow_after: str | None = None
         asked = False
         while True:
@@ -177,13 +177,15 @@ class Supervisor:
                 self._plan.is_complete = True
                 return None
             bad = [end for end in ended if end.code]
-            if settle_until is None and (bad or lost):
-                settle_until = time.monotonic() + SETTLE_SECONDS
+            if began_to_end is None and (bad or lost):
+                began_to_end = time.monotonic()
             if self._stop.requested:
                 if len(ended) == len(names) or self._stop.expired or lost:
                     return self._stopped(ended)
-            elif settle_until is not None:
-                if len(ended) == len(names) or time.monotonic() > settle_until:
+            elif began_to_end is not None:
+                clear = lost or any(is_cause(end) for end in bad)
+                patience = SETTLE_SECONDS if clear else UNCLEAR_SECONDS
+                if len(ended) == len(names) or time.monotonic() - began_to_end > patience:
                     return self._failure(bad, names)
             elif len(nodes) < self._plan.request.nodes:
                 self._nodes.look()
