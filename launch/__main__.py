@@ -7,6 +7,7 @@ codes are those of python -m pretrain; 1 also where the restarts are used up.
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -21,7 +22,7 @@ from data_prep.command_line import default_command, run_command_line
 from launch import jobs
 from launch.cluster import Request
 from launch.errors import LaunchFailed
-from launch.stop import Interrupted, StopRequest
+from launch.stop import StopRequest
 from launch.supervisor import Limits
 from launch.training import Choices, check_request, train
 from pretrain.config import check_run_dir, checked_manifest, load_config
@@ -116,8 +117,8 @@ def train_command(
     )
     try:
         train(run, [str(config), *changes], request, choices, stop)
-    except Interrupted as error:  # typer would take it for a KeyboardInterrupt of its own
-        raise LaunchFailed(f"{error} before anything was to be saved", error.code) from None
+    except KeyboardInterrupt:  # Ray makes a plain one of ours; typer would end silently
+        raise stop.failure("at once") from None
     finally:
         stop.restore()
 
@@ -151,11 +152,15 @@ def list_command(address: Address = "auto") -> None:
 
 
 def main() -> None:
-    """The command line: user errors become one line and exit code 2."""
-    sys.exit(_run())
+    """The command line; ends the process."""
+    code = run()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # Ray's threads have crashed processes at the interpreter's end
 
 
-def _run() -> int:
+def run() -> int:
+    """The command line; user errors become one line and exit code 2."""
     try:
         return run_command_line(app)
     except LaunchFailed as error:

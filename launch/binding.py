@@ -12,7 +12,7 @@ PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 
 def cpus_of_ranks(ranks: int) -> list[list[int] | None]:
-    """Processors of every local rank; None for all where there are fewer than ranks.
+    """Processors of every local rank; None where it may use all.
 
     Ranks whose GPUs hang on the same processors share these; ranks without a GPU, or whose GPU's
     place is unknown, share all.
@@ -23,15 +23,17 @@ def cpus_of_ranks(ranks: int) -> list[list[int] | None]:
 
 
 def shares(near: Sequence[Sequence[int]]) -> list[list[int] | None]:
-    """Splits each set of processors among the ranks that name it."""
+    """Splits each set of processors among the ranks that name it, where it is large enough."""
     ranks_of: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
     for rank, cpus in enumerate(near):
         ranks_of[tuple(cpus)].append(rank)
     found: list[list[int] | None] = [None] * len(near)
     for cpus, ranks in ranks_of.items():
+        if len(cpus) < len(ranks):
+            continue
         for place, rank in enumerate(ranks):
             begin, end = (len(cpus) * i // len(ranks) for i in (place, place + 1))
-            found[rank] = list(cpus[begin:end]) or None
+            found[rank] = list(cpus[begin:end])
     return found
 
 

@@ -74,7 +74,8 @@ class Nodes:
         self.healthy: list[Node] = []
         """In the order of their ranks; those that came back are last."""
         self._closed = threading.Event()
-        threading.Thread(target=self._keep_alive, name="pulse", daemon=True).start()
+        self._pulse = threading.Thread(target=self._keep_alive, name="pulse", daemon=True)
+        self._pulse.start()
 
     def join(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Puts agents on these nodes (rows of ray.nodes()) and waits until all have answered.
@@ -246,6 +247,7 @@ class Nodes:
         import ray
 
         self._closed.set()
+        self._pulse.join()  # a call of Ray while it shuts down would crash the process
         self.kill_ranks()
         for node in [*self.healthy, *(c.node for c in self._candidates.values())]:
             ray.kill(node.agent)

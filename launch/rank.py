@@ -24,8 +24,10 @@ def main(arguments: list[str]) -> None:
             sys.exit(1)
         if cpus != ANY_CPU:
             os.sched_setaffinity(0, [int(cpu) for cpu in cpus.split(",")])
+    # Ray's workers block or ignore some, which is inherited.
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_DFL)  # Ray's workers ignore some, which is inherited
+        signal.signal(number, signal.SIG_DFL)
     os.execv(sys.executable, [sys.executable, "-m", *command])
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -20,14 +21,6 @@ from launch.errors import LaunchFailed
 
 CLEAN_UP_SECONDS = 12.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-
-
-class Interrupted(KeyboardInterrupt):
-    """A signal ends the launcher. Of a kind that no library on the way takes for its own error."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(number).name}")
-        self.code = 128 + number
 
 
 class StopRequest:
@@ -45,11 +38,21 @@ class StopRequest:
         self.ending = False
         """Whether everything is being ended: no signal may keep that from its end."""
         self._deadline = 0.0
+        self._handled = threading.Event()
+        # Written by the C part of a signal, at once; the Python part has to wait for whatever the
+        # main thread is in, which may be Ray waiting for a process that is gone.
+        self._bell, self._rung = socket.socketpair()
+        self._rung.setblocking(False)
+        self._bell_before = signal.set_wakeup_fd(self._rung.fileno())
+        threading.Thread(target=self._watch, name="signals", daemon=True).start()
         self._before: dict[int, Any] = {
             number: signal.signal(number, self._remember) for number in SIGNALS
         }
 
     def restore(self) -> None:
+        """Signals do what they did before."""
+        signal.set_wakeup_fd(self._bell_before)
+        self._rung.close()
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -68,18 +71,22 @@ class StopRequest:
         assert self.signal is not None
         return LaunchFailed(
             f"stopped by {signal.Signals(self.signal).name} {when}; start the same command again "
-            "to go on from the newest one",
+            "to go on from the newest checkpoint",
             128 + self.signal,
         )
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         del frame
+        self._handled.set()
         if self.ending:
             return
         if self.requested or not self.graceful:
             self.ending = True
-            _end_in(CLEAN_UP_SECONDS, 128 + number)
-            raise Interrupted(number)
+            self.signal = self.signal or number
+            timer = threading.Timer(CLEAN_UP_SECONDS, _end_hard, (128 + number,))
+            timer.daemon = True
+            timer.start()
+            raise KeyboardInterrupt
         self.signal = number
         self._deadline = time.monotonic() + self.seconds
         print(
@@ -88,14 +95,14 @@ class StopRequest:
             flush=True,
         )
 
+    def _watch(self) -> None:
+        while number := self._bell.recv(1):
+            if number[0] in SIGNALS and not self._handled.wait(CLEAN_UP_SECONDS):
+                _end_hard(128 + number[0])
+        self._bell.close()
 
-def _end_in(seconds: float, code: int) -> None:
-    """Ends this process and all below it, should cleaning up not get that far."""
 
-    def end() -> None:
-        end_all(spare=set())
-        os._exit(code)
-
-    timer = threading.Timer(seconds, end)
-    timer.daemon = True
-    timer.start()
+def _end_hard(code: int) -> None:
+    """Ends this process and all below it, where cleaning up has not got that far."""
+    end_all(spare=set())
+    os._exit(code)

@@ -208,7 +208,8 @@ class Supervisor:
 
     def _stopped(self, ended: Sequence[Ended]) -> Failure:
         assert self._stop.signal is not None
-        saved = any(end.code == 128 + self._stop.signal for end in ended)
+        asked = any(end.code == 128 + self._stop.signal for end in ended)
+        saved = asked and self._checkpoint() is not None
         when = "after a checkpoint" if saved else "before its ranks had saved a checkpoint"
         end = self._stop.failure(when)
         return Failure(str(end), end.code, last_step(self._plan.run_dir), outside=True)
