@@ -122,7 +122,9 @@ def cluster(request: Request, address: str | None) -> Iterator[list[Mapping[str,
         _check_local_gpus(request)
     cpus = max(request.workers, os.cpu_count() or 1)
     ours = no_survivors() if address is None else nullcontext()
-    with ours, ray_connected(address, cpus=cpus, env={}, log_to_driver=False):
+    # Ray's workers, and what they start, would give way to everything else.
+    env = {"RAY_worker_niceness": "0"}
+    with ours, ray_connected(address, cpus=cpus, env=env, log_to_driver=False):
         import ray
 
         # What Ray itself has to say of lost nodes and actors is said by us, in one line.

@@ -47,6 +47,9 @@ class Watched:
                 continue  # half a line
         return [step for step in steps if "loss" in step]
 
+    def record(self):
+        return json.loads((self.run_dir / "logs" / "launch.json").read_text())
+
     def step(self):
         return max((step["step"] for step in self.log()), default=0)
 
@@ -126,17 +129,16 @@ def compare_with_unbroken(config, run_dir, last):
 def test_training_goes_on_through_every_fault(hosts, launch, config, tmp_path):
     options = ["--min-nodes", "1", "--max-failures", "9"]
     run = launch(tmp_path / "run", config, *options)
-    run.until(lambda: run.step() >= 4, "first checkpoint")
+    run.until((run.run_dir / "checkpoints" / "latest").exists, "first checkpoint")
 
     def fault(strike, announced):
         """Waits until the run has lost and regained its place."""
-        seen = len(run.lines)
+        seen, starts = len(run.lines), len(run.record()["starts"])
         strike()
         run.until(lambda: run.says(announced, seen), announced)
-        begun = len(run.lines)
-        run.until(lambda: run.says("resuming", begun), f"resuming after {announced}")
-        step = run.step()
-        run.until(lambda: run.step() > step + 1, "the next updates")
+        run.until(lambda: len(run.record()["starts"]) > starts, f"a start after {announced}")
+        begun = run.record()["starts"][starts]["time"]
+        run.until(lambda: run.log()[-1]["time"] > begun, f"an update after {announced}")
 
     fault(lambda: hosts.ranks("b")[2].kill(), "rank 2 on node")
     fault(lambda: hosts.kill("b"), "restart 2 of 9")
@@ -150,7 +152,7 @@ def test_training_goes_on_through_every_fault(hosts, launch, config, tmp_path):
     last = run.step()
     assert [step["step"] for step in run.log()] == list(range(1, last + 1))
     compare_with_unbroken(config, run.run_dir, last)
-    record = json.loads((run.run_dir / "logs" / "launch.json").read_text())
+    record = run.record()
     assert record["state"] == "stopped"
     assert len(record["failures"]) == (4 if hosts.separate else 3)  # and the stop
     assert [start["ranks"] for start in record["starts"][:4]] == [4, 4, 2, 4]
