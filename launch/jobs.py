@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from data_prep.ray_cluster import ROOT
+from data_prep.ray_cluster import ROOT, set_environment
 from launch.environment import passed_on
 from launch.record import read_record
 from launch.supervisor import last_step
@@ -136,6 +136,7 @@ def _client(address: str) -> Any:
     from ray.job_submission import JobSubmissionClient
 
     os.environ.pop("RAY_ADDRESS", None)  # it would go before what the user says
+    set_environment(private=False)
     try:
         return JobSubmissionClient(address)
     except (ConnectionError, RuntimeError, ValueError) as error:

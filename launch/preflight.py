@@ -292,6 +292,10 @@ def _results(answers: Sequence[Any], names: Sequence[str]) -> Iterable[dict[str,
             yield ray.get(answer, timeout=0)
         except TimeoutError:
             raise NodeRefused(name, f"does not answer within {PROBE_SECONDS:.0f} s") from None
+        except ray.exceptions.TaskUnschedulableError:
+            raise NodeRefused(
+                name, "runs no more, though Ray still lists it; expected a live node; try again"
+            ) from None
         except ray.exceptions.RayError as error:
             last = [line for line in str(error).splitlines() if line.strip()][-1]
             raise NodeRefused(name, f"cannot run a task: {last.strip()}") from None

@@ -106,13 +106,14 @@ class Hosts:
         self._inside("switch", "ip", "link", "set", f"to-{name}", "down")
 
     def mend(self, name: str) -> None:
-        """The network is back; so is the Ray node, which may have ended meanwhile."""
+        """The network is back; a Ray node that then learns that it was given up starts anew."""
         self._inside("switch", "ip", "link", "set", f"to-{name}", "up")
-        time.sleep(3)
-        if not self._raylets(name):
-            if self.nodes[name].poll() is None:
-                self.kill(name)
-            self.join(name)
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            if self.nodes[name].poll() is not None:
+                self.join(name)
+                return
+            time.sleep(0.2)
 
     def ranks(self, name: str) -> dict[int, psutil.Process]:
         """The processes of `python -m pretrain` on a host."""
