@@ -11,11 +11,9 @@ import logging
 import os
 import secrets
 import shutil
-import signal
 import socket
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -53,21 +51,15 @@ def connected(
     env = {"PYTHONPATH": os.environ["PYTHONPATH"], **env}
     settings: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": log_to_driver}
     folder: Path | None = None
-    on_terminate = signal.getsignal(signal.SIGTERM)
     try:
-        if address is None:
-            remove_stale_folders()
-            prefix = f"{FOLDER_PREFIX}{os.getpid()}-"
-            folder = Path(tempfile.mkdtemp(prefix=prefix, dir=FOLDER_PARENT))
-            _start_private(folder, cpus, env, settings)
-        else:
-            try:
-                ray.init(address=address, runtime_env={"env_vars": env}, **settings)
-            except (ConnectionError, ValueError) as error:
-                raise ValueError(_no_cluster(str(error), address)) from None
-        if threading.current_thread() is threading.main_thread():
-            # Ray put its own handler on SIGTERM, which prints a stack; the old one goes back.
-            signal.signal(signal.SIGTERM, on_terminate)
+        with _sigterm_stays():
+            if address is None:
+                remove_stale_folders()
+                prefix = f"{FOLDER_PREFIX}{os.getpid()}-"
+                folder = Path(tempfile.mkdtemp(prefix=prefix, dir=FOLDER_PARENT))
+                _start_private(folder, cpus, env, settings)
+            else:
+                _join(address, env, settings)
         yield folder
     finally:
         with _silent_stderr():
@@ -93,6 +85,37 @@ def _silent_stderr() -> Iterator[None]:
         os.dup2(kept, 2)
         os.close(nowhere)
         os.close(kept)
+
+
+@contextmanager
+def _sigterm_stays() -> Iterator[None]:
+    """Ray sets a handler of its own while it starts, which exits in its midst; ours stays."""
+    from ray._private import utils
+
+    before = utils.set_sigterm_handler
+    utils.set_sigterm_handler = lambda handler: None
+    try:
+        yield
+    finally:
+        utils.set_sigterm_handler = before
+
+
+def _join(address: str, env: Mapping[str, str], settings: Mapping[str, Any]) -> None:
+    """Connects to a running cluster. ValueError where that is not possible."""
+    import ray
+
+    try:
+        ray.init(address=address, runtime_env={"env_vars": dict(env)}, **settings)
+    except (ConnectionError, ValueError) as error:
+        raise ValueError(_no_cluster(str(error), address)) from None
+    except RuntimeError as error:
+        if "Version mismatch" not in str(error):
+            raise
+        facts = " ".join(str(error).split())
+        raise ValueError(
+            f"Ray or Python differs from the cluster's: got {facts}; expected the same versions; "
+            "install them here or there"
+        ) from None
 
 
 def set_environment(private: bool) -> None:

@@ -34,6 +34,8 @@ from pretrain.sections import (
     ValidationConfig,
 )
 
+LOGS_FOLDER = "logs"
+"""RUN/logs: what every rank printed, written by the launcher."""
 STOP_FILE = "stop"
 """RUN/stop, empty: asks a run in progress to finish its step, save a checkpoint and end."""
 
@@ -132,7 +134,7 @@ class RunConfig(Section):
                 "at most "
                 f"model.max_seq_len={self.model.max_seq_len}; raise model.max_seq_len"
             )
-        _check_batches(self, world_size=1)
+        check_batches(self, world_size=1)
         for stage in self.batch.stages:
             if stage.seq_len and self.data.seq_len % stage.seq_len:
                 raise ValueError(
@@ -265,7 +267,7 @@ def check_data(config: RunConfig, manifest: Manifest, world_size: int) -> None:
     Raises:
         ValueError: they do not fit; the message names the numbers.
     """
-    _check_batches(config, world_size)
+    check_batches(config, world_size)
     _check_rows(config, config.data.dataset, manifest)
     if config.validation.every_steps is not None and _rows(manifest, "validation") == 0:
         raise ValueError(
@@ -295,7 +297,7 @@ def _rows(manifest: Manifest, split: str) -> int:
     return manifest.splits[split].rows if split in manifest.splits else 0
 
 
-def _check_batches(config: RunConfig, world_size: int) -> None:
+def check_batches(config: RunConfig, world_size: int) -> None:
     """ValueError where an update does not split into equal micro-batches of every rank."""
     rows, seq_len = config.batch.micro_batch_rows, config.data.seq_len
     unit = seq_len * rows * world_size

@@ -16,8 +16,10 @@ MAY_IMPORT = {
     "launch": {
         "pretrain.config",
         "models.checkpoint_directory",
-        "data_prep.command_line",
+        "models.accounting",
         "data_prep.ray_cluster",
+        "data_prep.command_line",
+        "data_prep.early_interrupt",
     },
 }
 
