@@ -8,12 +8,15 @@ PY := $(VENV)/bin/python
 # Two processes on two cores: more threads only make them wait for each other.
 TEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q
 
-.PHONY: quickstart test test-fast test-gpu check lint format environment clean
+.PHONY: quickstart test test-again test-fast test-gpu check lint format environment clean
 quickstart: $(READY)
 	@$(PY) -m launch.quickstart
 
 test: $(READY)
 	$(TEST)
+
+test-again: $(READY)
+	$(TEST) --last-failed
 
 test-fast: $(READY)
 	$(TEST) -m "not gpu and not slow"

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from data_prep.bench import bench
+from data_prep.command_line import INTERRUPTED, run_command_line
 from data_prep.inspection import inspect, reconciliation
 from data_prep.mqar import VOCAB_SIZE as MQAR_VOCAB_SIZE
 from data_prep.mqar import MqarTask, MqarVariant
@@ -33,9 +34,6 @@ from data_prep.tokenizer_command import (
     TextField,
 )
 from data_prep.tokenizer_command import tokenizer as tokenizer_app
-
-INTERRUPTED = 130  # what typer turns Ctrl-C into
-
 
 app = typer.Typer(add_completion=False, help=__doc__)
 app.add_typer(tokenizer_app, name="tokenizer")
@@ -317,7 +315,7 @@ def main() -> int:
 
 def _run() -> int:
     try:
-        return app(standalone_mode=False) or 0
+        return run_command_line(app)
     except (ValueError, FileNotFoundError) as error:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
@@ -325,12 +323,6 @@ def _run() -> int:
     except (OSError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    except Exception as error:
-        # A usage error. typer carries its own copy of click, so the class has no stable name.
-        if not hasattr(error, "format_message"):
-            raise
-        print(f"error: {error.format_message()}; see --help", file=sys.stderr)
-        return 2
 
 
 if __name__ == "__main__":

@@ -11,11 +11,9 @@ import logging
 import os
 import secrets
 import shutil
-import signal
 import socket
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -53,26 +51,71 @@ def connected(
     env = {"PYTHONPATH": os.environ["PYTHONPATH"], **env}
     settings: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": log_to_driver}
     folder: Path | None = None
-    on_terminate = signal.getsignal(signal.SIGTERM)
     try:
-        if address is None:
-            remove_stale_folders()
-            prefix = f"{FOLDER_PREFIX}{os.getpid()}-"
-            folder = Path(tempfile.mkdtemp(prefix=prefix, dir=FOLDER_PARENT))
-            _start_private(folder, cpus, env, settings)
-        else:
-            try:
-                ray.init(address=address, runtime_env={"env_vars": env}, **settings)
-            except (ConnectionError, ValueError) as error:
-                raise ValueError(_no_cluster(str(error), address)) from None
-        if threading.current_thread() is threading.main_thread():
-            # Ray put its own handler on SIGTERM, which prints a stack; the old one goes back.
-            signal.signal(signal.SIGTERM, on_terminate)
+        with _sigterm_stays():
+            if address is None:
+                remove_stale_folders()
+                prefix = f"{FOLDER_PREFIX}{os.getpid()}-"
+                folder = Path(tempfile.mkdtemp(prefix=prefix, dir=FOLDER_PARENT))
+                _start_private(folder, cpus, env, settings)
+            else:
+                _join(address, env, settings)
         yield folder
     finally:
-        ray.shutdown()
+        with _silent_stderr():
+            ray.shutdown()
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _silent_stderr() -> Iterator[None]:
+    """Drops what Ray's C++ threads print while it shuts down: tasks that it ends itself are errors
+    to it, which it then fails to report ("Failed to push error to driver")."""
+    if sys.stderr is None:  # closed by the caller: nothing can appear
+        yield
+        return
+    sys.stderr.flush()
+    kept = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(nowhere)
+        os.close(kept)
+
+
+@contextmanager
+def _sigterm_stays() -> Iterator[None]:
+    """Ray sets a handler of its own while it starts, which exits in its midst; ours stays."""
+    from ray._private import utils
+
+    before = utils.set_sigterm_handler
+    utils.set_sigterm_handler = lambda handler: None
+    try:
+        yield
+    finally:
+        utils.set_sigterm_handler = before
+
+
+def _join(address: str, env: Mapping[str, str], settings: Mapping[str, Any]) -> None:
+    """Connects to a running cluster. ValueError where that is not possible."""
+    import ray
+
+    try:
+        ray.init(address=address, runtime_env={"env_vars": dict(env)}, **settings)
+    except (ConnectionError, ValueError) as error:
+        raise ValueError(_no_cluster(str(error), address)) from None
+    except RuntimeError as error:
+        if "Version mismatch" not in str(error):
+            raise
+        facts = " ".join(str(error).split())
+        raise ValueError(
+            f"Ray or Python differs from the cluster's: got {facts}; expected the same versions; "
+            "install them here or there"
+        ) from None
 
 
 def set_environment(private: bool) -> None:
@@ -89,6 +132,9 @@ def set_environment(private: bool) -> None:
     if str(ROOT) not in paths:
         os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, paths)])
     if not private:
+        # `ray start` asks for the token that it finds; clients send theirs only if told to.
+        if _has_token():
+            os.environ.setdefault("RAY_AUTH_MODE", "token")
         return
     os.environ.pop("RAY_ADDRESS", None)
     if "ray" in sys.modules:
@@ -99,6 +145,13 @@ def set_environment(private: bool) -> None:
     # A token for this process alone, in no file: other users of the machine cannot connect.
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+
+
+def _has_token() -> bool:
+    """Whether this user has a token for clusters, where Ray looks for one."""
+    if "RAY_AUTH_TOKEN" in os.environ or "RAY_AUTH_TOKEN_PATH" in os.environ:
+        return True
+    return (Path.home() / ".ray" / "auth_token").is_file()
 
 
 def remove_stale_folders() -> None:

@@ -19,7 +19,7 @@ import typer
 from pydantic import ValidationError
 from rich.console import Console
 
-from data_prep.command_line import default_command
+from data_prep.command_line import INTERRUPTED, default_command, run_command_line
 from eval import compare as comparison
 from eval import plots, report, selftest
 from eval.evaluation import EvaluationFailed, checked_units, evaluate, one_line, targets
@@ -105,7 +105,10 @@ def evaluate_command(
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     address: Annotated[
-        str | None, typer.Option(help="HOST:PORT of a running Ray cluster, or auto.")
+        str | None,
+        typer.Option(
+            help="HOST:PORT of a Ray cluster, or auto; without --gpus or --workers all of it."
+        ),
     ] = None,
     gpus: Annotated[
         int, typer.Option(min=0, help="Spread tasks and checkpoints over so many GPUs by Ray.")
@@ -137,14 +140,14 @@ def evaluate_command(
         batch_tokens=batch_tokens,
     )
     where = parse_device(device)
-    check_spread(address, gpus, workers)
+    check_spread(gpus, workers)
     found = targets(checkpoints, output, all_checkpoints=all_checkpoints)
     units = checked_units(found, chosen, options, device=where, beyond_trained=beyond_trained)
-    if gpus or workers:
+    if gpus or workers or address is not None:
         from eval.spread import connected, run_spread
 
-        with connected(address, gpus, workers):
-            results = evaluate(units, partial(run_spread, gpus=gpus, workers=workers))
+        with connected(address, gpus, workers) as places:
+            results = evaluate(units, partial(run_spread, places=places))
     else:
         results = evaluate(units)
     for target in found:
@@ -227,15 +230,11 @@ def parse_device(name: str) -> str:
     return name
 
 
-def check_spread(address: str | None, gpus: int, workers: int) -> None:
-    """Refuse combinations of --address, --gpus and --workers that mean nothing."""
+def check_spread(gpus: int, workers: int) -> None:
+    """Refuse a number of GPUs and one of CPU processes at once."""
     if gpus and workers:
         raise ValueError(
             f"--gpus and --workers exclude each other: got {gpus} and {workers}; expected one"
-        )
-    if address is not None and not (gpus or workers):
-        raise ValueError(
-            f"--address needs a number: got {address} alone; expected --gpus N or --workers N too"
         )
 
 
@@ -244,7 +243,10 @@ def main() -> None:
     what fails later."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     try:
-        app()
+        status = run_command_line(app)
+        if status == INTERRUPTED:
+            print("interrupted; the same command goes on where it was", file=sys.stderr)
+        sys.exit(status)
     except ValidationError as error:
         for problem in error.errors():
             place = ".".join(map(str, problem["loc"]))

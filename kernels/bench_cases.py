@@ -1,7 +1,7 @@
 """The operators that `python -m kernels bench` times side by side, ours and installed peers'."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -100,14 +100,29 @@ def gated_delta_inputs(s: Sizes) -> dict[str, Tensor]:
     return {**inputs, "beta": beta}
 
 
-def fenwick(op: str, s: Sizes) -> Case:
+def fenwick(op: str, s: Sizes, **options: Tensor) -> Case:
     """Ours, as a model calls it."""
     x = ssd_inputs(s) if op == "ssd" else gated_delta_inputs(s)
     operator: Callable[..., tuple[Tensor, object]] = (
         log_linear_ssd if op == "ssd" else log_linear_gated_delta_rule
     )
     leaves = {name: value.requires_grad_() for name, value in x.items()}
-    return Case(lambda: operator(**leaves)[0], list(leaves.values()))
+    return Case(lambda: operator(**leaves, **options)[0], list(leaves.values()))
+
+
+def fenwick_packed(op: str, s: Sizes) -> Case:
+    """Ours on the same tokens as one row of unequal documents, some of them short, none aligned."""
+    tokens = s.B * s.T
+    shares = torch.tensor([1, 7, 3, 12, 2, 20, 5, 14, 9, 27], dtype=torch.float64)
+    ends = (torch.cumsum(shares, 0) / shares.sum() * (tokens - 1)).long() | 1
+    ends[-1] = tokens
+    cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), ends]).unique()
+    return fenwick(op, replace(s, B=1, T=tokens), cu_seqlens=cu_seqlens)
+
+
+def fenwick_odd(op: str, s: Sizes) -> Case:
+    """Ours on rows one token shorter: their last chunk is not full."""
+    return fenwick(op, replace(s, T=max(1, s.T - 1)))
 
 
 def sdpa(op: str, s: Sizes) -> Case:
@@ -173,6 +188,8 @@ def fla(op: str, s: Sizes) -> Case:
 
 PEERS: dict[str, Callable[[str, Sizes], Case]] = {
     "fenwick": fenwick,
+    "fenwick_packed": fenwick_packed,
+    "fenwick_odd": fenwick_odd,
     "mamba_ssm": mamba_ssm,
     "fla": fla,
     "sdpa": sdpa,

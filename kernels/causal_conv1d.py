@@ -3,10 +3,13 @@
 y_t[d] = bias[d] + sum_{i=0..W-1} weight[d, i] * x_{t-W+1+i}[d],   x before a document is 0
 """
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
 from kernels.checks import check_shape, document_lengths
+from kernels.host_tables import on_device, to_last
 
 
 def causal_conv1d(
@@ -70,12 +73,23 @@ def _weighted_sum(windows: list[Tensor], weight: Tensor, bias: Tensor | None) ->
 def _packed(x: Tensor, weight: Tensor, bias: Tensor | None, lengths: tuple[int, ...]) -> Tensor:
     """All documents at once: what a window would take from before its document becomes 0."""
     W, T = weight.shape[1], x.shape[1]
-    position = torch.cat([torch.arange(n) for n in lengths]).to(x.device)
+    position = document_positions(lengths, x.device)
     windows = []
     for lag in reversed(range(W)):
         earlier = torch.nn.functional.pad(x, (0, 0, lag, 0))[:, :T]
         windows.append(torch.where((position >= lag)[:, None], earlier, 0))
     return _weighted_sum(windows, weight, bias)
+
+
+@lru_cache(maxsize=16)
+def document_positions(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    """[T] int32: where each token lies in its document; one for all layers of a batch."""
+
+    def make() -> Tensor:
+        position = torch.cat([torch.arange(n, dtype=torch.int32) for n in lengths])
+        return on_device(position, device)
+
+    return to_last(make)
 
 
 def _by_document(

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from kernels.host_tables import on_device, to_last
 from kernels.levels import bit_length, level
 
 
@@ -102,9 +103,7 @@ def chunk_plan(
     max_C is a power of two; chunks are shorter where every document is. Made on the host, its
     tensors are then put on `device`.
     """
-    # The plan outlives the call: made in inference mode, it could not serve a training step.
-    with torch.inference_mode(False):
-        return _chunk_plan(lengths, positions, max_C, device)
+    return to_last(lambda: _chunk_plan(lengths, positions, max_C, device))
 
 
 def _chunk_plan(
@@ -235,7 +234,7 @@ def _on_device(part: _Part, device: torch.device) -> _Part:
     for field in fields(part):
         value = getattr(part, field.name)
         if isinstance(value, Tensor):
-            moved[field.name] = value.to(device)
+            moved[field.name] = on_device(value, device)
         elif isinstance(value, tuple):
             moved[field.name] = tuple(_on_device(inner, device) for inner in value)
     return replace(part, **moved)

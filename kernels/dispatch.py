@@ -1,14 +1,22 @@
 """Which implementation runs: decided here, once, and logged once. Never by environment variable."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
 from typing import Literal, get_args
 
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 Backend = Literal["auto", "reference", "chunked", "triton"]
 
 logger = logging.getLogger("kernels")
+
+_as_on_gpu: ContextVar[bool] = ContextVar("as_on_gpu", default=False)
 
 
 def choose_backend(
@@ -33,10 +41,35 @@ def choose_backend(
             raise ValueError(f'{operator}: {triton_obstacle}; use backend="chunked"')
     if requested != "auto":
         return requested
+    compiling = torch.compiler.is_compiling()
+    if not compiling and triton_obstacle is None and _as_on_gpu.get():
+        return "triton"
     backend: Backend = "chunked" if device.type != "cuda" or triton_obstacle else "triton"
-    if not torch.compiler.is_compiling():
-        _log_choice(operator, device.type, backend)
+    if not compiling:
+        log_choice(operator, device.type, f"backend {backend}")
     return backend
+
+
+@contextmanager
+def as_on_gpu() -> Iterator[None]:
+    """Inside, "auto" is what it would be on a CUDA device, for fake tensors of whatever device:
+    PyTorch has none of a device that is not there."""
+    token = _as_on_gpu.set(True)
+    try:
+        yield
+    finally:
+        _as_on_gpu.reset(token)
+
+
+def is_fake(x: Tensor) -> bool:
+    """Whether x has a shape and no numbers, and no address."""
+    return torch.compiler.is_compiling() or isinstance(x, FakeTensor)
+
+
+def is_traced(x: Tensor) -> bool:
+    """Whether x is fake or something watches operations (selective activation checkpointing does):
+    then only a custom operator will do."""
+    return is_fake(x) or _get_current_dispatch_mode() is not None
 
 
 @torch.compiler.assume_constant_result
@@ -50,5 +83,6 @@ def triton_interprets() -> bool:
 
 
 @lru_cache
-def _log_choice(operator: str, device_type: str, backend: str) -> None:
-    logger.info("%s on %s: backend %s", operator, device_type, backend)
+def log_choice(operator: str, device_type: str, choice: str) -> None:
+    """Says once what was chosen for an operator."""
+    logger.info("%s on %s: %s", operator, device_type, choice)

@@ -19,6 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.host_tables import on_device, to_last
+
 CHUNK = 128
 GROUP = 8
 READERS_PER_ITEM = 32
@@ -57,36 +59,40 @@ def tree_plan(
     lengths: tuple[int, ...], first_chunks: tuple[int, ...], device: torch.device
 ) -> TreePlan:
     """The plan for documents of these lengths that begin at chunk `first_chunks` of their own."""
-    # The plan outlives the call: made in inference mode, it could not serve a training step.
-    with torch.inference_mode(False):
-        chunks: list[Tensor] = []
-        groups: list[list[int]] = []
-        num_chunks, token, highest = 0, 0, 0
-        documents = []
-        for length, first in zip(lengths, first_chunks, strict=True):
-            last = first + (length - 1) // CHUNK
-            chunks.append(_chunk_rows(token, length, first, last))
-            first_group = len(groups)
-            for g in range(first // GROUP, last // GROUP + 1):
-                begin, end = max(first, g * GROUP), min(last + 1, (g + 1) * GROUP)
-                base = num_chunks + g * GROUP - first
-                inside = [begin - g * GROUP, end - g * GROUP]
-                groups.append([base, *inside, g, first // GROUP, last // GROUP])
-            documents.append((first, last, num_chunks, first_group))
-            num_chunks += last - first + 1
-            token += length
-            highest = max(highest, last.bit_length() if last > first else 0)
-        items, splits, group_slots = _node_rows(documents, len(groups))
-        return TreePlan(
-            num_chunks=num_chunks,
-            num_groups=len(groups),
-            group_slots=group_slots,
-            num_levels=1 + highest,
-            chunks=torch.cat(chunks).to(device),
-            groups=_table(groups, 6).to(device),
-            node_items=items.to(device),
-            split_nodes=splits.to(device),
-        )
+    return to_last(lambda: _tree_plan(lengths, first_chunks, device))
+
+
+def _tree_plan(
+    lengths: tuple[int, ...], first_chunks: tuple[int, ...], device: torch.device
+) -> TreePlan:
+    chunks: list[Tensor] = []
+    groups: list[list[int]] = []
+    num_chunks, token, highest = 0, 0, 0
+    documents = []
+    for length, first in zip(lengths, first_chunks, strict=True):
+        last = first + (length - 1) // CHUNK
+        chunks.append(_chunk_rows(token, length, first, last))
+        first_group = len(groups)
+        for g in range(first // GROUP, last // GROUP + 1):
+            begin, end = max(first, g * GROUP), min(last + 1, (g + 1) * GROUP)
+            base = num_chunks + g * GROUP - first
+            inside = [begin - g * GROUP, end - g * GROUP]
+            groups.append([base, *inside, g, first // GROUP, last // GROUP])
+        documents.append((first, last, num_chunks, first_group))
+        num_chunks += last - first + 1
+        token += length
+        highest = max(highest, last.bit_length() if last > first else 0)
+    items, splits, group_slots = _node_rows(documents, len(groups))
+    return TreePlan(
+        num_chunks=num_chunks,
+        num_groups=len(groups),
+        group_slots=group_slots,
+        num_levels=1 + highest,
+        chunks=on_device(torch.cat(chunks), device),
+        groups=on_device(_table(groups, 6), device),
+        node_items=on_device(items, device),
+        split_nodes=on_device(splits, device),
+    )
 
 
 class Room(NamedTuple):

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from data_prep.ray_cluster import connected as ray_connected
 from data_prep.ray_cluster import set_environment
+from launch.descendants import no_survivors
+
+HEAD_RESOURCE = "node:__internal_head__"
+IN_USE_SECONDS = 10.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,10 +35,72 @@ class Request:
     def workers(self) -> int:
         return self.nodes * self.workers_per_node
 
+    @property
+    def kind(self) -> str:
+        return "GPU" if self.gpus_per_node else "CPU"
+
+    def amount(self, resources: Mapping[str, float]) -> int:
+        """How much there is of what is asked for."""
+        return int(resources.get(self.kind, 0))
+
+    def fits(self, resources: Mapping[str, float]) -> bool:
+        """Whether a node with these can hold its part."""
+        return self.amount(resources) >= self.workers_per_node
+
+
+def choose_nodes(
+    request: Request,
+    rows: Sequence[Mapping[str, Any]],
+    free: Callable[[], Mapping[str, Mapping[str, float]]],
+) -> list[Mapping[str, Any]]:
+    """The nodes (rows of ray.nodes()) that hold a request, the head first.
+
+    Args:
+        free: what is not in use, by node; asked for a while, since a job that has just ended may
+            still hold its part.
+
+    Raises:
+        ValueError: the cluster is too small, or in use.
+    """
+    alive = [row for row in rows if row["Alive"]]
+    fitting = [row for row in alive if request.fits(row["Resources"])]
+    fitting.sort(key=lambda row: (HEAD_RESOURCE not in row["Resources"], row["NodeManagerAddress"]))
+    least = f"{request.nodes} with at least {request.workers_per_node}"
+    if len(fitting) < request.nodes:
+        nodes = _listed(request, alive, {row["NodeID"]: row["Resources"] for row in alive})
+        raise ValueError(
+            f"the cluster is too small: got {len(alive)} nodes with {request.kind}s: {nodes}; "
+            f"expected {least}; ask for less or add nodes"
+        )
+    deadline = time.monotonic() + IN_USE_SECONDS
+    while True:
+        unused = free()
+        ready = [row for row in fitting if request.fits(unused.get(row["NodeID"], {}))]
+        if len(ready) >= request.nodes:
+            return ready[: request.nodes]
+        if time.monotonic() > deadline:
+            raise ValueError(
+                f"the cluster is in use: got {len(fitting)} nodes with free {request.kind}s: "
+                f"{_listed(request, fitting, unused)}; expected {least}; wait or ask for less"
+            )
+        time.sleep(0.5)
+
+
+def _listed(
+    request: Request,
+    rows: Sequence[Mapping[str, Any]],
+    resources: Mapping[str, Mapping[str, float]],
+) -> str:
+    each = (
+        f"{row['NodeManagerAddress']} has {request.amount(resources.get(row['NodeID'], {}))}"
+        for row in rows
+    )
+    return ", ".join(each)
+
 
 @contextmanager
-def cluster(request: Request, address: str | None) -> Iterator[Path | None]:
-    """Inside, Ray is connected and can hold `request`. Yields the private cluster's folder or None.
+def cluster(request: Request, address: str | None) -> Iterator[list[Mapping[str, Any]]]:
+    """Inside, Ray is connected and can hold `request`. Yields the rows of ray.nodes() to use.
 
     Args:
         address: HOST:PORT of a running cluster or "auto"; None starts a private one on this
@@ -53,42 +120,19 @@ def cluster(request: Request, address: str | None) -> Iterator[Path | None]:
     set_environment(private=address is None)
     if address is None:
         _check_local_gpus(request)
-    os.environ["RAY_TRAIN_ENABLE_PRINT_PATCH"] = "0"  # print stays print in workers
-    # Importing torch and DeepSpeed on a busy machine can take longer than Ray's 60 s.
-    os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "300")
-    env = worker_environment(request, private=address is None)
     cpus = max(request.workers, os.cpu_count() or 1)
-    with ray_connected(address, cpus=cpus, env=env) as folder:
+    ours = no_survivors() if address is None else nullcontext()
+    # Ray's workers, and what they start, would give way to everything else.
+    env = {"RAY_worker_niceness": "0"}
+    with ours, ray_connected(address, cpus=cpus, env=env, log_to_driver=False):
         import ray
 
-        check_resources(request, ray.nodes())
-        yield folder
+        # What Ray itself has to say of lost nodes and actors is said by us, in one line.
+        logging.getLogger("ray").setLevel(logging.CRITICAL)
+        ray._private.worker._worker_logs_enabled = False
+        from ray._private.state import available_resources_per_node
 
-
-def worker_environment(request: Request, private: bool) -> dict[str, str]:
-    """Environment variables of every worker, beside those of ray_cluster and Ray Train."""
-    env = {}
-    if request.gpus_per_node == 0:
-        env["CUDA_VISIBLE_DEVICES"] = ""
-        threads = max(1, (os.cpu_count() or 1) // request.workers_per_node)
-        env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(threads))
-    if private and sys.platform == "linux":
-        env["GLOO_SOCKET_IFNAME"] = "lo"
-    return env
-
-
-def check_resources(request: Request, nodes: Sequence[Mapping[str, Any]]) -> None:
-    """ValueError where `nodes` (as ray.nodes() lists them) cannot hold `request`."""
-    kind = "GPU" if request.gpus_per_node else "CPU"
-    have = sorted(
-        (int(node["Resources"].get(kind, 0)) for node in nodes if node["Alive"]), reverse=True
-    )
-    fitting = sum(amount >= request.workers_per_node for amount in have)
-    if fitting < request.nodes:
-        raise ValueError(
-            f"the cluster is too small: got {len(have)} nodes with {have} {kind}s; expected "
-            f"{request.nodes} with at least {request.workers_per_node}; ask for less or add nodes"
-        )
+        yield choose_nodes(request, ray.nodes(), available_resources_per_node)
 
 
 def _check_local_gpus(request: Request) -> None:

@@ -1,4 +1,4 @@
-"""How a launch ends when it is neither complete nor refused."""
+"""How a launch ends when it is not complete."""
 
 from __future__ import annotations
 
@@ -9,3 +9,11 @@ class LaunchFailed(Exception):
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
         self.code = code
+
+
+class NodeRefused(ValueError):
+    """A node is not fit for the run; str() is one line that names it."""
+
+    def __init__(self, node: str, problem: str) -> None:
+        super().__init__(f"node {node}: {problem}")
+        self.node = node

@@ -19,6 +19,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from data_prep.command_line import run_command_line
 from data_prep.ray_cluster import ROOT
 from launch.quickstart_report import NIAH_SAMPLES, read_results, scores, show
 from models.checkpoint_directory import verify
@@ -163,16 +164,16 @@ def _from_root(path: Path) -> Path:
 def main() -> None:
     """The command line: a failed stage has already said why; its exit code is ours."""
     try:
-        app()
+        code = run_command_line(app)
     except StageFailed as error:
         code = error.code if error.code > 0 else 128 - error.code
         if code >= 128:  # a signal; an error has said what to do about it
             print("quickstart stopped; the same command goes on from here", file=sys.stderr)
-        sys.exit(code)
     except (OSError, ValueError) as error:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
-        sys.exit(2)
+        code = 2
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -1,47 +1,60 @@
-"""Ctrl-C and SIGTERM: ask the workers for a checkpoint before everything ends.
+"""Ctrl-C, SIGTERM and Slurm's SIGUSR1: ask the ranks for a checkpoint before everything ends.
 
-Ray's workers train in a thread, where no signal arrives; the file RUN/stop reaches them, on any
-node that sees the run folder.
+start-up, between two starts   the launcher ends at once
+while ranks run                they get the signal, save and end; a second one ends at once
+while it ends                  nothing: everything is being ended already
 """
 
 from __future__ import annotations
 
+import os
 import signal
+import socket
 import sys
+import threading
 import time
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from launch.descendants import end_all
 from launch.errors import LaunchFailed
+
+CLEAN_UP_SECONDS = 12.0
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopRequest:
-    """Inside its context the first signal makes the stop file, a second one ends at once.
+    """What signals do, from its making until the process ends or `restore`.
 
     Args:
-        stop_file: what pretrain looks for after every step.
-        seconds: how long the workers get to finish a step and save.
+        seconds: how long the ranks get to finish a step and save.
     """
 
-    def __init__(self, stop_file: Path, seconds: float) -> None:
-        self.stop_file = stop_file
+    def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self.signal: int | None = None
+        self.graceful = False
+        """Whether there are ranks that can save: the first signal is then theirs."""
+        self.ending = False
+        """Whether everything is being ended: no signal may keep that from its end."""
         self._deadline = 0.0
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> StopRequest:
-        self._before = {
-            number: signal.signal(number, self._remember)
-            for number in (signal.SIGINT, signal.SIGTERM)
+        self._handled = threading.Event()
+        # Written by the C part of a signal, at once; the Python part has to wait for whatever the
+        # main thread is in, which may be Ray waiting for a process that is gone.
+        self._bell, self._rung = socket.socketpair()
+        self._rung.setblocking(False)
+        self._bell_before = signal.set_wakeup_fd(self._rung.fileno())
+        threading.Thread(target=self._watch, name="signals", daemon=True).start()
+        self._before: dict[int, Any] = {
+            number: signal.signal(number, self._remember) for number in SIGNALS
         }
-        return self
 
-    def __exit__(self, *_: object) -> None:
+    def restore(self) -> None:
+        """Signals do what they did before."""
+        signal.set_wakeup_fd(self._bell_before)
+        self._rung.close()
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        self.stop_file.unlink(missing_ok=True)
 
     @property
     def requested(self) -> bool:
@@ -50,7 +63,7 @@ class StopRequest:
 
     @property
     def expired(self) -> bool:
-        """Whether the workers have had their time."""
+        """Whether the ranks have had their time."""
         return self.requested and time.monotonic() > self._deadline
 
     def failure(self, when: str) -> LaunchFailed:
@@ -58,23 +71,38 @@ class StopRequest:
         assert self.signal is not None
         return LaunchFailed(
             f"stopped by {signal.Signals(self.signal).name} {when}; start the same command again "
-            "to go on from the newest one",
+            "to go on from the newest checkpoint",
             128 + self.signal,
         )
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         del frame
-        if self.requested:
-            sys.exit(128 + number)
-        self.signal = number
-        try:
-            self.stop_file.touch()
-        except OSError:  # there is no run folder yet, so nothing to save
-            self._deadline = time.monotonic()
+        self._handled.set()
+        if self.ending:
             return
+        if self.requested or not self.graceful:
+            self.ending = True
+            self.signal = self.signal or number
+            timer = threading.Timer(CLEAN_UP_SECONDS, _end_hard, (128 + number,))
+            timer.daemon = True
+            timer.start()
+            raise KeyboardInterrupt
+        self.signal = number
         self._deadline = time.monotonic() + self.seconds
         print(
             f"stopping: up to {self.seconds:.0f} s for a checkpoint; once more ends at once",
             file=sys.stderr,
             flush=True,
         )
+
+    def _watch(self) -> None:
+        while number := self._bell.recv(1):
+            if number[0] in SIGNALS and not self._handled.wait(CLEAN_UP_SECONDS):
+                _end_hard(128 + number[0])
+        self._bell.close()
+
+
+def _end_hard(code: int) -> None:
+    """Ends this process and all below it, where cleaning up has not got that far."""
+    end_all(spare=set())
+    os._exit(code)

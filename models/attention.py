@@ -10,12 +10,16 @@
   grows before it is reached; with one P ends at `window`.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from kernels.fused.rotary import rotate, rotation_table
 from models.config import ModelConfig
 from models.layers import Linear, RMSNorm, at_least_fp32
 
@@ -85,13 +89,13 @@ class Attention(nn.Module):
             u: [B, T, D]; with cu_seqlens [N+1], B = 1 and the row holds N documents.
             longest: tokens of the longest document.
         """
-        position = torch.arange(longest, device=u.device)
+        table = rotation_table(self.head_size, self.theta, longest, u.device)
+        q, k, v = self._projected(u)
+        q, k = rotate(q, table, cu_seqlens), rotate(k, table, cu_seqlens)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         if cu_seqlens is None:
-            q, k, v = self._heads(u, position)
             return self._output(self._document(q, k, v))
         lengths = cu_seqlens.diff().tolist()
-        position = torch.cat([position[:length] for length in lengths])
-        q, k, v = self._heads(u, position)
         by_document = zip(*(x.split(lengths, dim=2) for x in (q, k, v)), strict=True)
         documents = [self._document(q, k, v) for q, k, v in by_document]
         return self._output(torch.cat(documents, dim=2))
@@ -157,7 +161,8 @@ class Attention(nn.Module):
         k, v = (x.repeat_interleave(self.H // self.G, dim=1) for x in (k, v))
         T, W = q.shape[2], self.window
         if W is None or T <= W:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            with best_backend(q.device):
+                return F.scaled_dot_product_attention(q, k, v, is_causal=True)
         # Blocks of W queries see their own block and the one before: O(T W), not O(T^2), memory.
         blocks = -(-T // W)
         q, k, v = (F.pad(x, (0, 0, 0, blocks * W - T)).unflatten(2, (blocks, W)) for x in (q, k, v))
@@ -205,16 +210,37 @@ class Attention(nn.Module):
         rotations = self._rotations(position)
         if position.dim() == 2:
             rotations = rotations[:, :, None]  # the same for all heads
+        q, k, v = (x.transpose(1, 2) for x in self._projected(u))
+        return _rotate(q, rotations), _rotate(k, rotations), v
+
+    def _projected(self, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q [B, T, H, head_size], k and v [B, T, G, head_size], q and k normalised if at all."""
         q, k, v = (
-            projection(u).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+            projection(u).unflatten(-1, (-1, self.head_size))
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
-        return _rotate(q, rotations), _rotate(k, rotations), v
+        return q, k, v
 
     def _output(self, o: Tensor) -> Tensor:
         return self.o_proj(o.transpose(1, 2).flatten(-2))
+
+
+BACKENDS = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+"""In the order of their speed on Hopper for long causal rows; the first that can is taken."""
+
+
+def best_backend(device: torch.device) -> AbstractContextManager[Any]:
+    """Inside, scaled_dot_product_attention prefers what is fastest on a GPU."""
+    if device.type != "cuda" or torch.compiler.is_compiling():
+        return nullcontext()
+    return sdpa_kernel(BACKENDS, set_priority=True)
 
 
 def _rotate(x: Tensor, rotations: Tensor) -> Tensor:

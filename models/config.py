@@ -39,6 +39,9 @@ class LevelWeightsConfig(_Section):
     """adaptive only: hidden width of the MLP = hidden_factor * L."""
     gelu: bool = False
     """adaptive only: a GELU between the two linear layers."""
+    offset: float = 0.0
+    """linear only: a constant added before the activation. With softplus lambda starts near
+    softplus(offset): 0.69 for 0, and 1, as the other kinds do, for log(e - 1) = 0.5413."""
     tied_above: int | None = Field(default=None, ge=0)
     """All levels above this one share one weight, so that rows of any length have trained weights
     (as soon as training rows are longer than 2^tied_above tokens); null: a weight for every level.
@@ -53,6 +56,11 @@ class LevelWeightsConfig(_Section):
             raise ValueError(
                 f"level_weights.gelu and level_weights.hidden_factor act on kind 'adaptive' only: "
                 f"got kind '{self.kind}'; leave them out"
+            )
+        if self.kind != "linear" and self.offset:
+            raise ValueError(
+                f"level_weights.offset acts on kind 'linear' only: got {self.offset} with kind "
+                f"'{self.kind}'; leave it out"
             )
         return self
 

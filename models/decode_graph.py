@@ -2,17 +2,18 @@
 
 A step of a small batch is hundreds of kernels of a few microseconds, so launching them costs more
 than running them. A graph replays them on fixed memory: tokens go into one buffer, logits come out
-of another, and the state is written back where it lay. Positions live on the device inside the
-graph, so that the same kernels carry whatever levels are full; the host counts along to refuse a
-row that is too long.
+of another, and the state is written back where it lay, or changed there by a kernel that moves
+live levels only (log-linear Mamba-2). Positions live on the device inside the graph, so that the
+same kernels carry whatever levels are full; the host counts along to refuse a row that is too long.
 """
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kernels.state import LazyFenwickState
 from models.attention import AttentionState
 from models.config import check_document_length
 from models.decoding_state import map_tensors
@@ -22,8 +23,56 @@ WARM_UP_STEPS = 3
 """Before the capture, so that libraries have allocated what they need."""
 
 
+class FixedStep:
+    """`model.step` for one batch, on tensors that never move: tokens in, logits out, the state
+    changed where it lies. The state given is copied and stays as it is."""
+
+    def __init__(self, model: LanguageModel, state: ModelState, max_tokens: int) -> None:
+        """
+        Args:
+            state: of all rows; they may be at different positions.
+            max_tokens: tokens of the longest row that KV caches have to hold; other mixers' states
+                do not grow.
+        """
+        device = model.embedding.weight.device
+        self._model, self._given, self._max_tokens = model, state, max_tokens
+        self.tokens = torch.zeros(len(state.position), dtype=torch.int64, device=device)
+        self.state = self._fixed_state()
+
+    @torch.no_grad()
+    def warm_up(self) -> None:
+        """Steps a few times, and puts the state back."""
+        for _ in range(WARM_UP_STEPS):
+            self.run()
+        _write_back(self.state, self._fixed_state())
+
+    @torch.no_grad()
+    def run(self) -> Tensor:
+        """Reads `tokens`, one of every row: logits [B, vocab_size]."""
+        logits, after = self._model.step(self.tokens, self.state)
+        _write_back(self.state, after)
+        return logits
+
+    def _fixed_state(self) -> ModelState:
+        """A copy of the given state whose positions lie beside the other tensors, whose KV caches
+        have room for max_tokens, and whose levels are lazy where a kernel steps them in place."""
+        weight = self._model.embedding.weight
+        layers = []
+        for block, layer in zip(self._model.blocks, self._given.layers, strict=True):
+            if isinstance(layer, AttentionState):
+                slots = min(self._max_tokens, block.mixer.window or self._max_tokens)
+                layer = layer.grown(max(layer.capacity, slots))
+            elif block.mixer.steps_in_place(weight.device, weight.dtype):
+                layer = replace(layer, memory=LazyFenwickState.of(layer.memory))
+            layers.append(layer)
+        return map_tensors(
+            ModelState(tuple(layers), self._given.position),
+            lambda tensor: tensor.to(weight.device, copy=True),
+        )
+
+
 class GraphedStep:
-    """`model.step` for one batch, replayed. The state given is copied and stays as it is."""
+    """A FixedStep, replayed as a graph."""
 
     def __init__(self, model: LanguageModel, state: ModelState, max_steps: int) -> None:
         """Captures the graph.
@@ -43,20 +92,15 @@ class GraphedStep:
             )
         self._model, self._longest = model, int(state.position.max())
         self._end = self._longest + max_steps
-        self._tokens = torch.zeros(len(state.position), dtype=torch.int64, device=device)
-        self._state = _with_device_positions(model, state, self._end)
-        # An attention layer's step writes its keys before they are read: warming up leaves behind
-        # only what the first real step writes again.
+        self._step = FixedStep(model, state, self._end)
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream), torch.no_grad():
-            for _ in range(WARM_UP_STEPS):
-                model.step(self._tokens, self._state)
+        with torch.cuda.stream(stream):
+            self._step.warm_up()
         torch.cuda.current_stream(device).wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph), torch.no_grad():
-            self._logits, after = model.step(self._tokens, self._state)
-            _write_back(self._state, after)
+        with torch.cuda.graph(self._graph):
+            self._logits = self._step.run()
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """Reads one more token of every row, [B] int64 -> logits [B, vocab_size] fp32, valid until
@@ -69,24 +113,9 @@ class GraphedStep:
             raise ValueError(f"the graph was captured for {self._end} tokens of the longest row")
         check_document_length(self._model.config, self._longest + 1)
         self._longest += 1
-        self._tokens.copy_(tokens)
+        self._step.tokens.copy_(tokens)
         self._graph.replay()
         return self._logits
-
-
-def _with_device_positions(model: LanguageModel, state: ModelState, max_tokens: int) -> ModelState:
-    """A copy whose positions lie beside the other tensors and whose KV caches have room for
-    max_tokens: what a captured step works on."""
-    layers = []
-    for block, layer in zip(model.blocks, state.layers, strict=True):
-        if isinstance(layer, AttentionState):
-            slots = min(max_tokens, block.mixer.window or max_tokens)
-            layer = layer.grown(max(layer.capacity, slots))
-        layers.append(layer)
-    device = model.embedding.weight.device
-    return map_tensors(
-        ModelState(tuple(layers), state.position), lambda tensor: tensor.to(device, copy=True)
-    )
 
 
 def _write_back(target: Any, source: Any) -> None:

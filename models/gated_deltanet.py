@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kernels.fused.norms import l2_norm
+from kernels.linear_parents import gated_delta_rule
 from kernels.log_linear_gated_delta import (
     log_linear_gated_delta_rule,
     log_linear_gated_delta_rule_step,
@@ -29,6 +31,7 @@ class GatedDeltaNet(RecurrentMixer):
     """log_linear=True: Log-Linear Gated DeltaNet; False: Gated DeltaNet."""
 
     operator = staticmethod(log_linear_gated_delta_rule)
+    linear_operator = staticmethod(gated_delta_rule)
     operator_step = staticmethod(log_linear_gated_delta_rule_step)
 
     def __init__(self, config: ModelConfig, log_linear: bool) -> None:
@@ -57,16 +60,16 @@ class GatedDeltaNet(RecurrentMixer):
     def operands(self, x: Tensor, gates: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         a, b, _ = gates
         q, k, v = x.split(self.conv_sizes, dim=-1)
-        q = _l2_normalised(q.unflatten(-1, (self.H, self.K))) * self.query_scale
-        k = _l2_normalised(k.unflatten(-1, (self.H, self.K)))
+        q = l2_norm(q.unflatten(-1, (self.H, self.K)), L2_NORM_EPS, self.query_scale)
+        k = l2_norm(k.unflatten(-1, (self.H, self.K)), L2_NORM_EPS, 1.0)
         v = v.unflatten(-1, (self.H, self.V))
         log_decay = -self.A_log.exp() * F.softplus(at_least_fp32(a) + self.dt_bias)
         beta = at_least_fp32(b).sigmoid()
-        return q.to(v.dtype), k.to(v.dtype), v, log_decay, beta
+        return q, k, v, log_decay, beta
 
     def output(self, o: Tensor, x: Tensor, gates: tuple[Tensor, ...]) -> Tensor:
         g = gates[2].unflatten(-1, (self.H, self.V))
-        return self.o_proj(self.norm(o, g).flatten(-2))
+        return self.o_proj(self.norm(o, g))
 
     @staticmethod
     def linear_step(
@@ -81,8 +84,3 @@ class GatedDeltaNet(RecurrentMixer):
         held = (k[..., None] * S).sum(-2)  # what the memory answers to k, [B, H, V]
         S = S + k[..., None] * (beta[..., None] * (v - held))[..., None, :]
         return (q[..., None] * S).sum(-2).to(v.dtype), S
-
-
-def _l2_normalised(x: Tensor) -> Tensor:
-    x = at_least_fp32(x)
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_NORM_EPS)

@@ -58,20 +58,21 @@ class Block(nn.Module):
             self.mlp = SwiGLU(config.d_model, config.mlp.hidden_size)
 
     def forward(self, x: Tensor, cu_seqlens: Tensor | None, longest: int) -> Tensor:
-        return self._mlp(x + self.mixer(self.mixer_norm(x), cu_seqlens, longest))
+        return self._mlp(x, self.mixer(self.mixer_norm(x), cu_seqlens, longest))
 
     def prefill(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
         y, state = self.mixer.prefill(self.mixer_norm(x), state)
-        return self._mlp(x + y), state
+        return self._mlp(x, y), state
 
     def step(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
         y, state = self.mixer.step(self.mixer_norm(x), state)
-        return self._mlp(x + y), state
+        return self._mlp(x, y), state
 
-    def _mlp(self, x: Tensor) -> Tensor:
+    def _mlp(self, x: Tensor, y: Tensor) -> Tensor:
         if self.mlp is None or self.mlp_norm is None:
-            return x
-        return x + self.mlp(self.mlp_norm(x))
+            return x + y
+        x, normed = self.mlp_norm.added(x, y)
+        return x + self.mlp(normed)
 
 
 class LanguageModel(nn.Module):

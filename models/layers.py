@@ -1,8 +1,9 @@
 """The small layers that all architectures share: projections, norms, SwiGLU, the short convolution.
 
 Modules allocate and never initialise; models/initialize.py owns every starting value. Norms and
-gates compute in fp32 (or fp64 where the input is), also under autocast; projections follow the
-autocast that surrounds the model.
+gates compute in fp32 (or fp64 where the input is), also under autocast, and give what the
+projection after them computes in; projections follow the autocast that surrounds the model. What
+a GPU does in one kernel is kernels/fused/.
 """
 
 import torch
@@ -10,6 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.causal_conv1d import causal_conv1d, causal_conv1d_step
+from kernels.fused.convolution import short_convolution
+from kernels.fused.gates import swiglu
+from kernels.fused.norms import add_rms_norm, gated_rms_norm
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
@@ -37,8 +41,16 @@ class Embedding(nn.Embedding):
         return at_least_fp32(super().forward(tokens))
 
 
+def projection_dtype(x: Tensor) -> torch.dtype:
+    """What a projection of x computes in: the autocast's dtype, or at least fp32."""
+    device = x.device.type
+    if x.dtype != torch.float64 and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return at_least_fp32(x).dtype
+
+
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight over the last axis; fp32 inside and out."""
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -46,21 +58,33 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(at_least_fp32(x), self.weight.shape, self.weight, self.eps)
+        return self.added(x, None)[1]
+
+    def added(self, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(x + y, its norm): y joins the residual stream x, which stays at least fp32."""
+        return add_rms_norm(at_least_fp32(x), y, self.weight, self.eps, projection_dtype(x))
 
 
 class GateThenNorm(RMSNorm):
-    """RMSNorm(x * silu(gate)): Mamba-2's order."""
+    """RMSNorm((o + D x) * silu(gate)) over all heads: Mamba-2's order."""
 
-    def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
-        return super().forward(at_least_fp32(x) * F.silu(at_least_fp32(gate)))
+    def forward(  # type: ignore[override]
+        self, o: Tensor, gate: Tensor, skip: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """o, gate [..., H, V], skip (x [..., H, V], D [H]) -> [..., H * V]."""
+        dtype = projection_dtype(o)
+        y = gated_rms_norm(o, gate, self.weight, self.eps, dtype, norm_first=False, skip=skip)
+        return y.flatten(-2)
 
 
 class NormThenGate(RMSNorm):
-    """RMSNorm(x) * silu(gate): Gated DeltaNet's order."""
+    """RMSNorm(o) * silu(gate), each head by itself: Gated DeltaNet's order."""
 
-    def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
-        return super().forward(x) * F.silu(at_least_fp32(gate))
+    def forward(self, o: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
+        """o, gate [..., H, V] -> [..., H * V]."""
+        dtype = projection_dtype(o)
+        y = gated_rms_norm(o, gate, self.weight, self.eps, dtype, norm_first=True)
+        return y.flatten(-2)
 
 
 class SwiGLU(nn.Module):
@@ -73,7 +97,7 @@ class SwiGLU(nn.Module):
         self.down_proj = Linear(hidden_size, d_model)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
 
 
 class ShortConvolution(nn.Module):
@@ -93,13 +117,10 @@ class ShortConvolution(nn.Module):
         self, x: Tensor, cu_seqlens: Tensor | None = None, state: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """x [B, T, channels] -> (same shape, state after the last token if one was given)."""
+        if state is None:
+            return short_convolution(x, self.weight, self.bias, cu_seqlens), None
         y, state = causal_conv1d(
-            x,
-            self.weight,
-            self.bias,
-            cu_seqlens=cu_seqlens,
-            initial_state=state,
-            return_final_state=state is not None,
+            x, self.weight, self.bias, initial_state=state, return_final_state=True
         )
         return F.silu(y), state
 

@@ -4,7 +4,7 @@
 `level_proj`). From it
 
     fixed     lambda = softplus(a[h, l])               a constant per head and level, without d_t
-    linear    lambda = softplus(a[h, l] * d_t[h, l])
+    linear    lambda = softplus(a[h, l] * d_t[h, l] + offset)     offset is a setting, mostly 0
     adaptive  lambda = softplus(W2 (W1 d_t[h]) + b)    over the level axis, shared by the heads
 
 with softmax over the weights in place of softplus where the configuration says so. Lambda
@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kernels.fused.gates import level_softplus
 from models.config import LevelWeightsConfig, ModelConfig
 from models.layers import Linear, at_least_fp32
 
@@ -87,11 +88,18 @@ class LevelWeights(nn.Module):
             weights = weights.expand(*shape, *weights.shape)
         else:
             with torch.autocast(d.device.type, enabled=False):
-                weights = self._activated(self._logits(at_least_fp32(d)))
+                weights = self._of_tokens(d)
         untied = self.num_levels - weights.shape[-1]
         if untied == 0:
             return weights
         return torch.cat([weights, weights[..., -1:].expand(*weights.shape[:-1], untied)], dim=-1)
+
+    def _of_tokens(self, d: Tensor) -> Tensor:
+        config = self.config
+        plain = not config.gelu and config.activation == "softplus" and len(self.bounds) == 1
+        if config.kind == "adaptive" and plain:
+            return level_softplus(d.unflatten(-1, (-1, len(self.b))), self.W2 @ self.W1, self.b)
+        return self._activated(self._logits(at_least_fp32(d)))
 
     def _activated(self, blocks: Sequence[Tensor]) -> Tensor:
         # Block by block, contiguous: vectorised functions round the end of an array otherwise.
@@ -103,6 +111,8 @@ class LevelWeights(nn.Module):
         """The logits, one tensor for each block of weights."""
         if self.config.kind == "linear":
             logits = self.a * d.unflatten(-1, self.a.shape)
+            if self.config.offset:
+                logits = logits + self.config.offset
             return logits.split(self._block_sizes, dim=-1)
         d = d.unflatten(-1, (-1, self.b.shape[0]))  # [..., H, W]
         if self.config.gelu:

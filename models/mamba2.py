@@ -11,10 +11,16 @@
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.log_linear_ssd import log_linear_ssd, log_linear_ssd_step
+from kernels.fused.gates import step_values
+from kernels.linear_parents import linear_ssd
+from kernels.log_linear_ssd import (
+    log_linear_ssd,
+    log_linear_ssd_step,
+    log_linear_ssd_step_in_place,
+    steps_in_place,
+)
 from models.config import ModelConfig
 from models.layers import GateThenNorm, Linear, ShortConvolution, at_least_fp32
 from models.recurrent_mixer import RecurrentMixer
@@ -24,7 +30,9 @@ class Mamba2(RecurrentMixer):
     """log_linear=True: Log-Linear Mamba-2; False: Mamba-2."""
 
     operator = staticmethod(log_linear_ssd)
+    linear_operator = staticmethod(linear_ssd)
     operator_step = staticmethod(log_linear_ssd_step)
+    operator_step_in_place = staticmethod(log_linear_ssd_step_in_place)
 
     def __init__(self, config: ModelConfig, log_linear: bool) -> None:
         sizes, inner = config.mamba2, config.mamba2_inner_size
@@ -42,6 +50,10 @@ class Mamba2(RecurrentMixer):
         self.norm = GateThenNorm(inner, config.norm_eps)
         self.out_proj = Linear(inner, config.d_model)
 
+    def steps_in_place(self, device: torch.device, dtype: torch.dtype) -> bool:
+        log_linear = self.level_weights is not None
+        return log_linear and steps_in_place(self.K, self.V, self.L, dtype, device)
+
     def project(self, u: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         z, xkq, dt = self.in_proj(u).split(self.in_sizes, dim=-1)
         return xkq, (z, dt)
@@ -52,15 +64,14 @@ class Mamba2(RecurrentMixer):
         x = x.unflatten(-1, (self.H, self.V))
         k = k.unflatten(-1, (self.G, self.K))
         q = q.unflatten(-1, (self.G, self.K))
-        delta = F.softplus(at_least_fp32(dt) + self.dt_bias)  # [..., H]
-        v = (delta[..., None] * x).to(x.dtype)
-        return q, k, v, -self.A_log.exp() * delta
+        v, log_decay = step_values(x, dt, self.dt_bias, self.A_log)
+        return q, k, v, log_decay
 
     def output(self, o: Tensor, x: Tensor, gates: tuple[Tensor, ...]) -> Tensor:
         z, _ = gates
         x = x[..., : self.conv_sizes[0]].unflatten(-1, (self.H, self.V))
-        y = at_least_fp32(o) + self.D[:, None] * x
-        return self.out_proj(self.norm(y.flatten(-2), z))
+        z = z.unflatten(-1, (self.H, self.V))
+        return self.out_proj(self.norm(o, z, (x, self.D)))
 
     @staticmethod
     def linear_step(

@@ -4,9 +4,9 @@
     y = output(o, x, gates)
 
 A log-linear mixer reads every level of the Fenwick tree with its own weight
-(models/level_weights.py). Its linear parent is the same operator with all weights 1, that is, it
-reads the plain sum of the levels; between calls its memory is that sum, [B, H, K, V], of the same
-size whatever was read.
+(models/level_weights.py). Its linear parent reads the plain sum of the levels: the same operator
+with all weights 1, or a faster one of another library (kernels/linear_parents.py). Between calls
+its memory is that sum, [B, H, K, V], of the same size whatever was read.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.levels import num_levels
-from kernels.state import FenwickState
+from kernels.state import FenwickState, LazyFenwickState
 from models.config import ModelConfig
 from models.layers import ShortConvolution
 from models.level_weights import LevelProjection, LevelWeights
@@ -27,18 +27,21 @@ class RecurrentState:
     """What one mixer remembers of each row.
 
     conv: [B, channels, W-1], the last inputs of the convolution.
-    memory: all levels, or the linear parent's one matrix, [B, H, K, V] fp32.
+    memory: all levels, or the linear parent's one matrix, [B, H, K, V] fp32. A LazyFenwickState,
+        in a captured step only (models/decode_graph.py), is changed where it lies.
     """
 
     conv: Tensor
-    memory: FenwickState | Tensor
+    memory: FenwickState | LazyFenwickState | Tensor
 
 
 class RecurrentMixer(nn.Module):
     """One mixer, [B, T, D] -> [B, T, D]. Subclasses give the operator and the parts around it."""
 
     operator: Callable[..., tuple[Tensor, FenwickState | None]]
+    linear_operator: Callable[..., Tensor]
     operator_step: Callable[..., tuple[Tensor, FenwickState]]
+    operator_step_in_place: Callable[..., Tensor]
     linear_step: Callable[..., tuple[Tensor, Tensor]]
 
     def __init__(
@@ -59,6 +62,10 @@ class RecurrentMixer(nn.Module):
             self.level_weights = LevelWeights(config.level_weights, self.H, self.L)
             if self.level_weights.reads_input:
                 self.level_proj = LevelProjection(config, self.H)
+
+    def steps_in_place(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether `step` takes a LazyFenwickState of tensors like these."""
+        return False
 
     def project(self, u: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """u [..., D] -> (the convolution's input [..., channels], what does not pass it)."""
@@ -87,16 +94,16 @@ class RecurrentMixer(nn.Module):
 
         Args:
             u: [B, T, D]; with cu_seqlens [N+1], B = 1 and the row holds N documents.
-            longest: tokens of the longest document.
+            longest: tokens of the longest document; softmax attention asks for it.
         """
         x, gates = self.project(u)
         x, _ = self.conv(x, cu_seqlens)
         inputs = self.operands(x, gates)
         if self.level_weights is None:
-            weights = _unit_weights(inputs[3], longest)
+            o = self.linear_operator(*inputs, cu_seqlens=cu_seqlens)
         else:
             weights = self._weights(self.level_weights, u)
-        o, _ = self.operator(*inputs, weights, cu_seqlens=cu_seqlens)
+            o, _ = self.operator(*inputs, weights, cu_seqlens=cu_seqlens)
         return self.output(o, x, gates)
 
     def prefill(self, u: Tensor, state: RecurrentState) -> tuple[Tensor, RecurrentState]:
@@ -120,9 +127,12 @@ class RecurrentMixer(nn.Module):
         x, gates = self.project(u)
         x, conv = self.conv.step(x, state.conv)
         inputs = self.operands(x, gates)
-        memory: FenwickState | Tensor
+        memory: FenwickState | LazyFenwickState | Tensor
         if self.level_weights is None:
             o, memory = self.linear_step(*inputs, state.memory)
+        elif isinstance(state.memory, LazyFenwickState):
+            weights, memory = self._weights(self.level_weights, u), state.memory
+            o = self.operator_step_in_place(*inputs, weights, memory)
         else:
             weights = self._weights(self.level_weights, u)
             o, memory = self.operator_step(*inputs, weights, state.memory)

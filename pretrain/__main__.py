@@ -1,5 +1,6 @@
 """python -m pretrain CONFIG.yaml [section.key=value ...] [--dry-run]
-python -m pretrain compare RUN_A RUN_B | bench CONFIG.yaml
+python -m pretrain compare RUN_A RUN_B | sweep SWEEP.yaml
+python -m pretrain bench CONFIG.yaml [--gpus 1,2] | bench-loop CONFIG.yaml
 
 The same command runs alone, under torchrun, under the deepspeed launcher and in a Ray worker.
 Started again, it goes on from the newest complete checkpoint of its run folder; when the run is
@@ -9,9 +10,7 @@ Exit codes: 0 complete, 2 refused before training, 1 failed while training, 143 
 stopped by SIGTERM / SIGINT / SIGUSR1 / training.time_limit_minutes after a checkpoint was written.
 """
 
-import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -22,13 +21,13 @@ is_quiet = end_quietly_while_importing(__name__)
 import typer
 from rich.console import Console
 
-from data_prep.command_line import default_command
+from data_prep.command_line import default_command, run_command_line
+from pretrain import bench_commands
 from pretrain import train as training
-from pretrain.bench import measure_overhead
 from pretrain.checkpoint import check_config_place
+from pretrain.command import Config, LocalRank, Overrides, on_ranks, print_error
 from pretrain.compare import compare_runs
 from pretrain.config import load_config
-from pretrain.distributed import World, start_world, stop_world
 from pretrain.dry_run import print_dry_run, ranks_of_environment
 from pretrain.errors import Refused, Stopped, TrainingFailed
 from pretrain.sweep import run_sweep
@@ -41,16 +40,6 @@ app = typer.Typer(
 @app.callback()
 def pretrain() -> None:
     """Trains language models. `python -m pretrain CONFIG` is short for `train CONFIG`."""
-
-
-Config = Annotated[Path, typer.Argument(help="YAML file of the run.")]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(help="section.key=value, each replaces one setting.")
-]
-LocalRank = Annotated[
-    int | None,
-    typer.Option("--local_rank", hidden=True, help="The deepspeed launcher appends it."),
-]
 
 
 @app.command()
@@ -69,7 +58,7 @@ def train(
     if dry_run:
         _plan(config, overrides or [], ranks)
         return
-    _on_ranks(local_rank, lambda world: training.train(config, overrides or [], world))
+    on_ranks(local_rank, lambda world: training.train(config, overrides or [], world))
 
 
 @app.command()
@@ -84,7 +73,7 @@ def compare(
     try:
         result = compare_runs(run_a, run_b, tolerance)
     except (OSError, ValueError) as error:
-        _print_error(str(error))
+        print_error(str(error))
         raise typer.Exit(2) from None
     typer.echo(f"{result.steps} steps in both, {result.first} to {result.last}")
     for name, gap in result.largest.items():
@@ -97,59 +86,6 @@ def compare(
     raise typer.Exit(1)
 
 
-@app.command()
-def bench(
-    config: Config,
-    overrides: Overrides = None,
-    updates: Annotated[int, typer.Option(min=2, help="Updates of a round.")] = 40,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds of each loop.")] = 3,
-    local_rank: LocalRank = None,
-) -> None:
-    """Times an update of this loop against one of bare DeepSpeed; not with optimizer.kind=muon."""
-
-    def work(world: World) -> int:
-        found = measure_overhead(config, overrides or [], world, updates, rounds)
-        if world.rank == 0:
-            for name, medians in (("ours", found.ours), ("bare", found.bare)):
-                numbers = "  ".join(f"{1000 * t:.1f} ({1000 * cpu:.1f})" for t, cpu in medians)
-                typer.echo(f"{name}  median ms of an update (of CPU time), by round: {numbers}")
-            wall, cpu = found.percent(0), found.percent(1)
-            typer.echo(f"overhead {wall:+.2f} % of time, {cpu:+.2f} % of CPU time")
-        return 0
-
-    _on_ranks(local_rank, work)
-
-
-def _on_ranks(local_rank: int | None, work: Callable[[World], int]) -> None:
-    """Does work on this rank of the world that a launcher made, and ends the process."""
-    if local_rank is not None:
-        os.environ.setdefault("LOCAL_RANK", str(local_rank))
-    try:
-        world = start_world()
-    except Refused as error:
-        _print_error(str(error))
-        raise typer.Exit(2) from None
-    try:
-        exit_code = work(world)
-    except Refused as error:
-        if world.rank == 0:
-            _print_error(str(error))
-        world.barrier()  # a launcher that sees one rank end may kill the others before they speak
-        exit_code = 2
-    except (TrainingFailed, OSError) as error:
-        if world.rank == 0 or not getattr(error, "on_all_ranks", False):
-            _print_error(str(error))
-        exit_code = 1
-    stop_world(world)
-    if world.owns_group:
-        # The process is ours. DeepSpeed and gloo leave threads of C++ behind, and destroying them
-        # at the interpreter's end has aborted processes whose work was done.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(exit_code)
-    raise typer.Exit(exit_code)
-
-
 def _plan(config: Path, overrides: list[str], ranks: int | None) -> None:
     console = Console(highlight=False, soft_wrap=True)
     try:
@@ -157,7 +93,7 @@ def _plan(config: Path, overrides: list[str], ranks: int | None) -> None:
         check_config_place(settings, config)
         print_dry_run(settings, ranks or ranks_of_environment(), console)
     except (OSError, ValueError) as error:
-        _print_error(str(error))
+        print_error(str(error))
         raise typer.Exit(2) from None
 
 
@@ -170,29 +106,32 @@ def sweep(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     gpus: Annotated[int, typer.Option(min=1, help="How many to use.")] = 1,
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Runs at a time on each GPU (8), or on the CPU (1).")
+        int | None,
+        typer.Option(
+            min=1, help="Runs at a time on each GPU (8; training runs 1), or on the CPU (1)."
+        ),
     ] = None,
 ) -> None:
-    """Trains and scores a grid of small models on a synthetic task, or what is left of it."""
+    """Trains and scores a grid of small models or of training runs, or what is left of it."""
     try:
         run_sweep(config, sweep_dir=sweep_dir, device=device, gpus=gpus, workers=workers)
     except Stopped as stop:
         typer.echo(f"{stop}: start the same command again to go on", err=True)
         raise typer.Exit(stop.exit_code) from None
     except Refused as error:
-        _print_error(str(error))
+        print_error(str(error))
         raise typer.Exit(2) from None
     except (TrainingFailed, OSError) as error:
-        _print_error(str(error))
+        print_error(str(error))
         raise typer.Exit(1) from None
 
 
-def _print_error(message: str) -> None:
-    for line in message.splitlines():
-        typer.echo(f"error: {line}", err=True)
+app.command()(bench_commands.bench)
+app.command("bench-job", hidden=True)(bench_commands.bench_job)
+app.command("bench-loop")(bench_commands.bench_loop)
 
 
 if __name__ == "__main__":
     if is_quiet:
         end_as_usual()
-    app()
+    sys.exit(run_command_line(app))

@@ -34,7 +34,7 @@ from models.checkpoint_directory import (
     write_atomically,
 )
 from pretrain import watchdog
-from pretrain.config import STOP_FILE, RunConfig, check_run_dir, dump_config
+from pretrain.config import LOGS_FOLDER, STOP_FILE, RunConfig, check_run_dir, dump_config
 from pretrain.metrics import LOG_NAME
 from pretrain.same_run import refuse_other_run
 
@@ -179,4 +179,5 @@ def _is_foreign(folder: Path) -> bool:
     if CONFIG_NAME in names:  # a name that many programs use
         return names.isdisjoint((LOCK_NAME, LOG_NAME, CHECKPOINTS_FOLDER))
     # A kill in the first moments leaves the lock and a temporary config.yaml.
-    return not all(name in (LOCK_NAME, STOP_FILE) or name.startswith(CONFIG_NAME) for name in names)
+    ours = (LOCK_NAME, STOP_FILE, LOGS_FOLDER)
+    return not all(name in ours or name.startswith(CONFIG_NAME) for name in names)

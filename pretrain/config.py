@@ -34,6 +34,8 @@ from pretrain.sections import (
     ValidationConfig,
 )
 
+LOGS_FOLDER = "logs"
+"""RUN/logs: what every rank printed, written by the launcher."""
 STOP_FILE = "stop"
 """RUN/stop, empty: asks a run in progress to finish its step, save a checkpoint and end."""
 
@@ -132,7 +134,7 @@ class RunConfig(Section):
                 "at most "
                 f"model.max_seq_len={self.model.max_seq_len}; raise model.max_seq_len"
             )
-        _check_batches(self, world_size=1)
+        check_batches(self, world_size=1)
         for stage in self.batch.stages:
             if stage.seq_len and self.data.seq_len % stage.seq_len:
                 raise ValueError(
@@ -165,17 +167,7 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
         FileNotFoundError: there is no such file.
         ValueError: the file is not YAML or a setting is wrong; one line for each fault.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"no config: got {path}; expected a YAML file")
-    try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(tree, dict):
-        raise ValueError(
-            f"{path} holds no settings: expected run_dir, model, data, ... as a mapping"
-        )
+    tree = read_yaml(Path(path), "config", "run_dir, model, data, ...")
     for override in overrides:
         tree = _merge(tree, _parse_override(override))
     try:
@@ -185,6 +177,27 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
         raise ValueError("\n".join(lines)) from None
     _check_wishes(config)
     return config
+
+
+def read_yaml(path: Path, what: str, expected: str) -> dict[str, Any]:
+    """A YAML file's settings as they stand there.
+
+    Args:
+        what: the file is, and `expected`: which settings it should hold, for the messages.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is not YAML, or no mapping.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"no {what}: got {path}; expected a YAML file")
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(tree, dict):
+        raise ValueError(f"{path} holds no settings: expected {expected} as a mapping")
+    return tree
 
 
 def _check_wishes(config: RunConfig) -> None:
@@ -254,7 +267,7 @@ def check_data(config: RunConfig, manifest: Manifest, world_size: int) -> None:
     Raises:
         ValueError: they do not fit; the message names the numbers.
     """
-    _check_batches(config, world_size)
+    check_batches(config, world_size)
     _check_rows(config, config.data.dataset, manifest)
     if config.validation.every_steps is not None and _rows(manifest, "validation") == 0:
         raise ValueError(
@@ -284,7 +297,7 @@ def _rows(manifest: Manifest, split: str) -> int:
     return manifest.splits[split].rows if split in manifest.splits else 0
 
 
-def _check_batches(config: RunConfig, world_size: int) -> None:
+def check_batches(config: RunConfig, world_size: int) -> None:
     """ValueError where an update does not split into equal micro-batches of every rank."""
     rows, seq_len = config.batch.micro_batch_rows, config.data.seq_len
     unit = seq_len * rows * world_size

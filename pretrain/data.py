@@ -52,11 +52,13 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> "MicroBatch":
         """The same micro-batch with tokens and labels on `device`."""
-        return MicroBatch(
-            self.tokens.to(device, non_blocking=True),
-            self.labels.to(device, non_blocking=True),
-            self.cu_seqlens,
-        )
+        tokens, labels = self.tokens, self.labels
+        if device.type == "cuda":
+            # From other memory, a copy makes the host wait for all that the GPU was given.
+            tokens, labels = (
+                x.pin_memory().to(device, non_blocking=True) for x in (tokens, labels)
+            )
+        return MicroBatch(tokens, labels, self.cu_seqlens)
 
 
 AnyRows = TrainingRows | MixedRows

@@ -5,6 +5,11 @@ around the forward pass, so master weights, gradient accumulation, gradient redu
 state are fp32 at every ZeRO stage. The loss is the mean over the valid tokens of the GLOBAL batch:
 however rows are split into micro-batches and ranks, and however unequal their numbers of valid
 tokens, loss and gradients are the same up to rounding.
+
+An update makes the host wait for the device once: between the reduction of gradients and the
+optimizer's step, where loss and gradient norm are read together. Everything after it is decided
+by numbers on the host, while the device runs. (Gradient norms of layer groups, where asked for,
+are read after the step.)
 """
 
 import logging
@@ -116,7 +121,11 @@ class Engine:
             training.z_loss,
             training.loss_chunk_tokens,
         )
-        self._optimizer = build_optimizer(model, config.optimizer)
+        self._optimizer = build_optimizer(
+            model,
+            config.optimizer,
+            fused=device.type == "cuda" and not config.parallel.offload_optimizer,
+        )
         self._engine, *_ = deepspeed.initialize(
             model=module,
             optimizer=self._optimizer,
@@ -124,6 +133,9 @@ class Engine:
         )
         self._clip_norm = config.optimizer.clip_norm or NO_CLIPPING
         self._zero_stage = config.parallel.zero_stage
+        self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+        self._when_read: Callable[[float], None] = lambda loss_sum: None
+        self._read_norms_once()
         self._optimizer.partition = Partition(
             model, self._engine.optimizer, self._zero_stage, world.rank, world.size
         )
@@ -147,7 +159,7 @@ class Engine:
         for group in self._engine.optimizer.param_groups:
             group["lr"] = learning_rate
         (valid_tokens,) = self.world.sum([sum(batch.valid_tokens for batch in micro_batches)])
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         for i, batch in enumerate(micro_batches):
             last = i == len(micro_batches) - 1
             self._engine.set_gradient_accumulation_boundary(last)
@@ -158,32 +170,35 @@ class Engine:
                 self._engine.backward(
                     objective * (self.world.size / max(valid_tokens, 1)), scale_wrt_gas=False
                 )
-            loss_sum += nll
+            self._loss_sum += nll
             if not last:
                 self._engine.step()
-        with self.clock.phase("step"):
-            total, *votes = self.world.sum([loss_sum.item(), *votes])
-            loss = total / valid_tokens if valid_tokens else math.nan
-            verdict, grad_norm, squares = self._step(loss, valid_tokens, health, with_group_norms)
-        return Update(loss, grad_norm, verdict, votes, self._norms(squares, grad_norm))
+        loss, verdict, votes = math.nan, Verdict.TAKE, list(votes)
 
-    def _step(
-        self, loss: float, valid_tokens: float, health: Health, with_group_norms: bool
-    ) -> tuple[Verdict, float, dict[str, Tensor]]:
+        def judge(loss_sum: float, grad_is_finite: bool = True) -> None:
+            nonlocal loss, verdict, votes
+            total, *votes = self.world.sum([loss_sum, *votes])
+            loss = total / valid_tokens if valid_tokens else math.nan
+            verdict = health.judge(loss, grad_is_finite, valid_tokens)
+            self._optimizer.skip = verdict.is_skipped
+
         squares: dict[str, Tensor] = {}
         self._optimizer.squared_norms = squares if with_group_norms else None
-        # At ZeRO-0 DeepSpeed keeps no norm: taken here, between reduction and clipping.
-        grad_norm = self._reduced_grad_norm() if self._zero_stage == 0 else math.nan
-        grad_is_finite = self._zero_stage > 0 or math.isfinite(grad_norm)
-        verdict = health.judge(loss, grad_is_finite, valid_tokens)
-        self._optimizer.skip = verdict.is_skipped
-        self._engine.step()
-        if self._zero_stage > 0:
-            if self._engine.optimizer.overflow:
-                verdict = Verdict.SKIP_NOT_FINITE
-            grad_norm = float(self._engine.get_global_grad_norm())
+        with self.clock.phase("step"):
+            if self._zero_stage == 0:
+                # DeepSpeed keeps no norm here: taken by us, between reduction and clipping.
+                loss_sum, (norm,) = self._on_host([self._reduced_grad_norm()])
+                grad_norm = float(norm)
+                judge(loss_sum, math.isfinite(grad_norm))
+                self._engine.step()
+            else:
+                self._when_read = judge
+                self._engine.step()
+                grad_norm = float(self._engine.get_global_grad_norm())
+                if self._engine.optimizer.overflow:
+                    verdict = Verdict.SKIP_NOT_FINITE
         self.updates_taken += not verdict.is_skipped
-        return verdict, grad_norm, squares
+        return Update(loss, grad_norm, verdict, votes, self._norms(squares, grad_norm))
 
     def _norms(self, squares: dict[str, Tensor], grad_norm: float) -> dict[str, float]:
         if not squares:
@@ -256,13 +271,48 @@ class Engine:
         if updates_taken:
             read_shards(folder / ENGINE_FOLDER, self._optimizer.partition, self._optimizer.state)
 
+    def close(self) -> None:
+        """Lets go of DeepSpeed's memory, so that another engine can have it."""
+        self._engine.destroy()
+
     def _loss(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         batch = batch.to(self.device)
         return self._engine(batch.tokens, batch.labels, batch.cu_seqlens)
 
-    def _reduced_grad_norm(self) -> float:
+    def _reduced_grad_norm(self) -> Tensor:
         grads = [p.grad for p in self._engine.module.parameters() if p.grad is not None]
-        return float(nn.utils.get_total_norm(grads))
+        return nn.utils.get_total_norm(grads)
+
+    def _on_host(self, norms: Sequence[Tensor]) -> tuple[float, list[Tensor]]:
+        """The sum of the update's losses, and `norms` on the CPU: where the host waits."""
+        on_device = [self._loss_sum, *norms]
+        values = torch.stack([x.double().to(self.device) for x in on_device]).tolist()
+        return values[0], [
+            torch.tensor(v, dtype=n.dtype) for v, n in zip(values[1:], norms, strict=True)
+        ]
+
+    def _read_norms_once(self) -> None:
+        """Gives DeepSpeed the norms that its step asks for on the CPU, together with our loss, so
+        that its own looks at them (are they finite? clip?) do not make the host wait again."""
+        optimizer = self._engine.optimizer
+        if self._zero_stage == 3:
+            norms_of_groups = optimizer._get_norm_groups
+
+            def norm_groups() -> list[Tensor]:
+                loss_sum, norms = self._on_host(norms_of_groups())
+                self._when_read(loss_sum)
+                return norms
+
+            optimizer._get_norm_groups = norm_groups
+        elif self._zero_stage:
+            global_norm = optimizer.scaled_global_norm
+
+            def norm(*args: Any, **kwargs: Any) -> Tensor:
+                loss_sum, (value,) = self._on_host([global_norm(*args, **kwargs)])
+                self._when_read(loss_sum)
+                return value
+
+            optimizer.scaled_global_norm = norm
 
 
 def import_deepspeed(device: torch.device) -> Any:

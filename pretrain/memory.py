@@ -1,37 +1,36 @@
 """Memory of a GPU in training, estimated without one.
 
     state        parameters, gradients, optimizer: shared out by ZeRO (models/accounting.py)
-    buffers      where gradients are collected for a reduction, the gradient of the output matrix
-    activations  what autograd keeps of one micro-batch, bf16 copies of matrices included, found by
-                 running the forward pass on fake tensors, which have shapes and no memory
-    loss         one chunk of logits, several times over
+    buffers      where ZeRO collects gradients for a reduction; at stage 3 also the parameters that
+                 it has gathered; in the optimizer's step what that makes on the way
+    activations  the most that forward and backward pass of a micro-batch hold at a time, the loss
+                 included: both run on fake tensors, which have shapes and no memory
 
-The operators are counted as Triton kernels behave: they keep their inputs and one state [K, V] in
-fp32 of every head and chunk. What is not counted: the CUDA context and libraries (about 0.5 GiB)
-and what fragmentation costs.
+Forward and backward pass on one side, the optimizer's step on the other need their memory one after
+the other, so what counts is the larger. Not counted: the CUDA context and libraries (about
+0.5 GiB), what fragmentation costs, and what a kernel allocates and frees within one call.
 """
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from models.accounting import training_state_bytes
+from models.accounting import parameter_count, training_state_bytes
+from models.fake_tensors import fake_tensors
 from models.language_model import LanguageModel
 from models.parameter_groups import is_hidden_matrix
-from models.recurrent_mixer import RecurrentMixer
-from pretrain.blocks import PRODUCTS
+from pretrain.blocks import prepare_blocks
 from pretrain.config import RunConfig
 from pretrain.loss import SummedLoss
 
-CHUNK = 64
-"""Tokens of a chunk of the kernels, of which they keep a state."""
-LOSS_COPIES = 3
-"""Logits, their gradient, and a temporary of the same size, in fp32."""
+GATHERED_PARAMETERS = 10**9
+"""Parameters that ZeRO-3 gathers ahead and keeps at most (stage3_max_live_parameters)."""
 
 
 def memory_bytes(
@@ -52,85 +51,85 @@ def memory_bytes(
     state = training_state_bytes(config.model, zero_stage, ranks, moments)
     if config.parallel.offload_optimizer:
         state |= {"master copy": 0.0, "optimizer": 0.0}
-    output = config.model.vocab_size * config.model.d_model
-    bucket = min(config.parallel.reduce_bucket_mb * 2**20, 4.0 * sum(sizes.values()))
-    # At stages 2 and 3 the bucket is free again when activations are at their peak.
-    bucket = min(config.parallel.reduce_bucket_mb * 2**20, 4.0 * sum(sizes.values()))
-    buffers = 4.0 * output + (bucket if zero_stage == 1 else 0.0)
-    tokens = config.batch.micro_batch_rows * config.data.seq_len
-    chunk = min(config.training.loss_chunk_tokens, tokens)
-    loss = 4.0 * LOSS_COPIES * chunk * config.model.vocab_size
-    return {**state, "buffers": buffers, "activations": activations, "loss": loss}
+    whole = 4.0 * parameter_count(config.model)
+    bucket = min(config.parallel.reduce_bucket_mb * 2**20, whole) if zero_stage else 0.0
+    kept = bucket if zero_stage == 3 else 0.0  # at stages 1 and 2 there is one in backward only
+    gathered = 0.0
+    if zero_stage == 3 and ranks > 1:
+        gathered = min(4.0 * GATHERED_PARAMETERS, whole)
+    passes = {"buffers": bucket + gathered, "activations": activations}
+    step = {"buffers": kept + _step_bytes(config, zero_stage, whole / ranks), "activations": 0.0}
+    larger = max((passes, step), key=lambda kinds: sum(kinds.values()))
+    return {**state, **larger}
+
+
+def _step_bytes(config: RunConfig, zero_stage: int, share: float) -> float:
+    """What a step of the optimizer makes on the way."""
+    if zero_stage == 0 or config.parallel.offload_optimizer:
+        return 0.0  # one parameter after the other; on the CPU
+    # DeepSpeed lays a rank's gradients side by side; AdamW on a CPU needs two temporaries of all
+    # that it gets at once, its fused kernel none.
+    return share * (3 if config.parallel.device == "cpu" else 1)
 
 
 def activation_bytes(config: RunConfig) -> float:
-    """What autograd keeps of the forward pass of one micro-batch, at the peak.
-
-    Where blocks are computed again, that is their inputs (and the results of matrix products, under
-    selective) and everything of the one block that the backward pass is in.
-    """
-    kept: dict[int, int] = {}
-    B, T, D = config.batch.micro_batch_rows, config.data.seq_len, config.model.d_model
-    with FakeTensorMode():
+    """The most that the forward and backward pass of one micro-batch hold beside parameters and
+    their gradients, by what the model's operators allocate on the run's kind of device."""
+    device = torch.device("cpu")
+    B, T = config.batch.micro_batch_rows, config.data.seq_len
+    with fake_tensors(gpu=config.parallel.device != "cpu"):
         model = LanguageModel(config.model)
-        parameters = {p.untyped_storage()._cdata for p in model.parameters()}
-
-        def count(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage._cdata not in parameters:
-                kept[storage._cdata] = storage.nbytes()
-            return tensor
-
-        for block in model.blocks:
-            if isinstance(block.mixer, RecurrentMixer):
-                block.mixer.operator = _as_kernel
         tokens = torch.zeros(B, T, dtype=torch.int64)
-        # One chunk: fake tensors cost nothing.
-        loss = SummedLoss(model, torch.device("cpu"), config.parallel.precision, 0.0, B * T)
-        with saved_tensors_hooks(count, lambda tensor: tensor), _Products() as products:
-            loss(tokens, tokens, None)
-    # The loss keeps the gradients of its inputs; that of the output matrix is among the buffers.
-    everything = float(sum(kept.values()) - 4 * config.model.vocab_size * D)
-    mode = config.parallel.activation_checkpointing
-    if mode == "none":
-        return everything
-    inputs = 4.0 * B * T * D * config.model.num_layers
-    block_bytes = everything / config.model.num_layers
-    return inputs + block_bytes + (products.bytes if mode == "selective" else 0)
+        prepare_blocks(model, config.parallel.model_copy(update={"compile": False}))
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(_forget_gradient)
+        chunk = config.training.loss_chunk_tokens
+        loss = SummedLoss(model, device, config.parallel.precision, 0.0, chunk)
+        with HeldBytes(model.parameters()) as held:
+            objective, _ = loss(tokens, tokens, None)
+            objective.backward()
+    return float(held.peak)
 
 
-class _Products(TorchDispatchMode):
-    """Counts the bytes of the results of matrix products."""
+def _forget_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
 
-    def __init__(self) -> None:
+
+class HeldBytes(TorchDispatchMode):
+    """Counts the bytes of all tensors that operations have made and that are still there.
+
+    Args:
+        known: tensors that are not counted.
+
+    Attributes:
+        peak: the most there have been at a time.
+    """
+
+    def __init__(self, known: Iterable[Tensor] = ()) -> None:
         super().__init__()
-        self.bytes = 0
+        self.peak = 0
+        self._now = 0
+        self._sizes = {tensor.untyped_storage()._cdata: 0 for tensor in known}
+        self._watched: dict[int, Any] = {}
 
     def __torch_dispatch__(
         self, op: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = op(*args, **(kwargs or {}))
-        if op in PRODUCTS:
-            self.bytes += result.nbytes
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.device.type != "meta":
+                self._add(tensor.untyped_storage())
+        self.peak = max(self.peak, self._now)
         return result
 
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._sizes:
+            return
+        self._sizes[key] = storage.nbytes()
+        self._now += storage.nbytes()
+        self._watched[key] = weakref.ref(storage, partial(self._drop, key))
 
-class _KernelShapes(torch.autograd.Function):
-    """Keeps what a kernel keeps, and computes nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Tensor) -> Tensor:
-        q, _, v = inputs[:3]
-        B, T, H, V = v.shape
-        states = v.new_empty(B, -(-T // CHUNK), H, q.shape[-1], V, dtype=torch.float32)
-        ctx.save_for_backward(*inputs, states)
-        return torch.empty_like(v)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> None:
-        raise AssertionError("nothing is differentiated here")
-
-
-def _as_kernel(*inputs: Tensor, **_: Any) -> tuple[Tensor, None]:
-    apply: Callable[..., Tensor] = _KernelShapes.apply
-    return apply(*inputs), None
+    def _drop(self, key: int, _: Any) -> None:
+        self._now -= self._sizes.pop(key)
+        del self._watched[key]

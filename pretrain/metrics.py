@@ -72,7 +72,7 @@ class Metrics:
         self._tensorboard = SummaryWriter(str(events), filename_suffix=EVENTS_SUFFIX)
         if is_new:
             self._write_settings()
-        self._peak_flops = _peak_flops(device) * world_size
+        self._peak_flops = peak_flops(device) * world_size
         self._step_began = time.perf_counter()
         self._cpu_time = time.process_time()
         self._first_step = resumed_step + 1
@@ -102,7 +102,7 @@ class Metrics:
             "grad_norm": update.grad_norm,
             "tokens_per_second": round(tokens / seconds, 1),
             "tokens": self.plan.tokens_until(step),
-            "memory_bytes": _peak_memory_bytes(self.device),
+            "memory_bytes": peak_memory_bytes(self.device),
             "seconds": seconds,
             "cpu_seconds": self._cpu_seconds(),
         }
@@ -279,7 +279,7 @@ def _wandb_run(config: RunConfig) -> Any:
     )
 
 
-def _peak_flops(device: torch.device) -> float:
+def peak_flops(device: torch.device) -> float:
     """bf16 FLOP/s of the device; 0 for a CPU or a GPU that the table does not know."""
     if device.type != "cuda":
         return 0.0
@@ -287,7 +287,7 @@ def _peak_flops(device: torch.device) -> float:
     return next((flops for gpu, flops in PEAK_BF16_FLOPS.items() if gpu in name), 0.0)
 
 
-def _peak_memory_bytes(device: torch.device) -> int:
+def peak_memory_bytes(device: torch.device) -> int:
     """Most memory this rank has held: of the GPU, or of the process where there is none."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)

@@ -34,6 +34,7 @@ class GuardedOptimizer(AdamW):
     Args:
         groups: of parameters with weight_decay and `muon`.
         settings: the run's.
+        fused: AdamW as one kernel, for parameters on a GPU; its counts of steps lie there too.
 
     Attributes:
         partition: to be set once DeepSpeed has arranged the parameters, before the first update.
@@ -44,9 +45,14 @@ class GuardedOptimizer(AdamW):
 
     partition: Partition
 
-    def __init__(self, groups: list[dict[str, Any]], settings: OptimizerConfig) -> None:
-        super().__init__(groups, lr=settings.peak_lr, betas=settings.betas, eps=settings.eps)
+    def __init__(
+        self, groups: list[dict[str, Any]], settings: OptimizerConfig, fused: bool = False
+    ) -> None:
+        super().__init__(
+            groups, lr=settings.peak_lr, betas=settings.betas, eps=settings.eps, fused=fused or None
+        )
         self.settings = settings
+        self.fused = fused
         self.skip = False
         self.squared_norms: dict[str, Tensor] | None = None
 
@@ -73,7 +79,8 @@ class GuardedOptimizer(AdamW):
             if uses_muon(self.partition.in_holder(holder)[0].name, self.settings):
                 self.state[holder] = {"momentum_buffer": zeros()}
             else:
-                step = torch.tensor(float(updates))
+                near = holder.device if self.fused else None
+                step = torch.full((), float(updates), device=near)
                 self.state[holder] = {"step": step, "exp_avg": zeros(), "exp_avg_sq": zeros()}
 
     def _add_norms(self, squares: dict[str, Tensor]) -> None:
@@ -127,8 +134,13 @@ def parameter_table(
     return dict(sorted(table.items(), reverse=True))
 
 
-def build_optimizer(model: nn.Module, settings: OptimizerConfig) -> GuardedOptimizer:
+def build_optimizer(
+    model: nn.Module, settings: OptimizerConfig, fused: bool = False
+) -> GuardedOptimizer:
     """The optimizer of a model; the learning rate is set at every step.
+
+    Args:
+        fused: see GuardedOptimizer.
 
     Raises:
         ValueError: a parameter of the model has no class.
@@ -138,4 +150,4 @@ def build_optimizer(model: nn.Module, settings: OptimizerConfig) -> GuardedOptim
         {"params": [parameters[name] for name in names], "muon": muon, "weight_decay": decay}
         for (muon, decay), names in parameter_table(model, settings).items()
     ]
-    return GuardedOptimizer(groups, settings)
+    return GuardedOptimizer(groups, settings, fused)

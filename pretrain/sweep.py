@@ -1,5 +1,8 @@
 """python -m pretrain sweep SWEEP.yaml: a grid of small models, trained and scored.
 
+A file with `task` is about small models on a synthetic task, which this module runs; one with
+`config` is about whole training runs (pretrain/training_sweep.py).
+
     SWEEP_DIR/runs/<run>/result.json    pretrain/sweep_run.py
     SWEEP_DIR/table.md, table.json      pretrain/sweep_table.py; written after every run
 
@@ -8,7 +11,6 @@ each, one run at a time in a process. Started again, complete runs are not run a
 ones go on from their last scoring.
 """
 
-import fcntl
 import json
 import multiprocessing
 import os
@@ -30,10 +32,12 @@ from eval.progress import duration
 from models.checkpoint_directory import write_atomically
 from pretrain.errors import Refused, Stopped, TrainingFailed
 from pretrain.sweep_config import RunSpec, SweepConfig, load_sweep
+from pretrain.sweep_file import RUNS_FOLDER, TABLE_NAME, claim, read, read_tree
 from pretrain.sweep_run import finished_result, train_run
 from pretrain.sweep_table import markdown, summaries
+from pretrain.training_sweep import TrainingSweep
+from pretrain.training_sweep_run import TrainingSweepRun
 
-LOCK_NAME, RUNS_FOLDER, TABLE_NAME = ".lock", "runs", "table.json"
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 POLL_SECONDS = 1.0
 WORKERS_PER_GPU = 8
@@ -84,18 +88,25 @@ class Sweep:
         write_atomically(self.config.sweep_dir / "table.md", text.encode())
 
 
+def load(path: Path, sweep_dir: Path | None = None) -> SweepConfig | TrainingSweep:
+    """A sweep of either kind; arguments and errors are those of pretrain.sweep_file.read."""
+    if "config" in read_tree(path):
+        return read(path, TrainingSweep, sweep_dir)
+    return load_sweep(path, sweep_dir)
+
+
 def run_sweep(
     path: Path, *, sweep_dir: Path | None, device: str, gpus: int, workers: int | None
 ) -> None:
     """Trains what is left of a sweep and writes its table.
 
     Args:
-        device: auto, cpu or cuda. gpus: how many to use. workers: processes on each GPU, or on the
-            CPU; None: 8 or 1.
+        device: auto, cpu or cuda. gpus: how many to use. workers: runs at a time on each GPU, or on
+            the CPU; None: 8 small models or one training run on a GPU, 1 on the CPU.
 
     Raises:
         Refused: something the user has to change, found before any training.
-        TrainingFailed: a worker ended before its runs did.
+        TrainingFailed: a worker ended before its runs did, or a training run failed.
         Stopped: SIGINT or SIGTERM came; what was done is on disk.
     """
     before: dict[signal.Signals, Any] = {n: signal.signal(n, _stop) for n in STOPPING}
@@ -118,33 +129,42 @@ def _run_sweep(
 ) -> None:
     console = Console(highlight=False, soft_wrap=True, markup=False)
     try:
-        config = load_sweep(path, sweep_dir)
+        config = load(path, sweep_dir)
     except (FileNotFoundError, ValueError) as error:
         raise Refused(str(error)) from None
-    devices = _devices(device, gpus, workers)
-    lock = _claim(config.sweep_dir)
-    sweep = Sweep(config, console)
+    per_gpu = 1 if isinstance(config, TrainingSweep) else WORKERS_PER_GPU
+    devices = _devices(device, gpus, workers, per_gpu)
+    lock = claim(config.sweep_dir)
     try:
-        todo = sweep.todo()
-        console.print(
-            f"{config.sweep_dir}: {len(config.runs())} runs, {len(sweep.results)} complete; "
-            f"{len(devices)} processes on {devices[0].type}"
-        )
-        if len(devices) == 1:
-            for spec in todo:
-                folder = sweep.folder_of(spec)
-                sweep.note(spec, train_run(config, spec, folder, devices[0]))
-        elif todo:
-            _run_processes(sweep, todo, devices)
+        if isinstance(config, TrainingSweep):
+            TrainingSweepRun(config, devices, console).run()
+            text = (config.sweep_dir / "table.md").read_text()
+        else:
+            sweep = Sweep(config, console)
+            _train_what_is_left(sweep, devices)
+            text = markdown(config, sweep.results)
     finally:
         os.close(lock)
-    sweep.write_table()
-    console.print(markdown(config, sweep.results))
+    console.print(text)
     console.print(f"table: {config.sweep_dir / 'table.md'}")
 
 
-def _devices(name: str, gpus: int, workers: int | None) -> list[torch.device]:
-    """One device for each process."""
+def _train_what_is_left(sweep: Sweep, devices: list[torch.device]) -> None:
+    config, todo = sweep.config, sweep.todo()
+    sweep.console.print(
+        f"{config.sweep_dir}: {len(config.runs())} runs, {len(sweep.results)} complete; "
+        f"{len(devices)} processes on {devices[0].type}"
+    )
+    if len(devices) == 1:
+        for spec in todo:
+            sweep.note(spec, train_run(config, spec, sweep.folder_of(spec), devices[0]))
+    elif todo:
+        _run_processes(sweep, todo, devices)
+    sweep.write_table()
+
+
+def _devices(name: str, gpus: int, workers: int | None, per_gpu: int) -> list[torch.device]:
+    """One device for each process; `per_gpu` of them on a GPU unless `workers` says how many."""
     have = torch.cuda.device_count()
     if name not in ("auto", "cpu", "cuda"):
         raise Refused(f"unknown device: got {name}; expected auto, cpu or cuda")
@@ -155,40 +175,7 @@ def _devices(name: str, gpus: int, workers: int | None) -> list[torch.device]:
             f"not enough GPUs: got --gpus {gpus}; expected at most {have}; ask for less, or use "
             "--device cpu"
         )
-    return [torch.device("cuda", i) for i in range(gpus)] * (workers or WORKERS_PER_GPU)
-
-
-def _claim(sweep_dir: Path) -> int:
-    """The folder for this process until it ends; a file descriptor."""
-    if sweep_dir.is_dir() and _is_foreign(sweep_dir):
-        raise Refused(
-            f"sweep_dir holds files of something else: got {sweep_dir}; expected a sweep of this "
-            "program or an empty folder; choose another sweep_dir"
-        )
-    try:
-        sweep_dir.mkdir(parents=True, exist_ok=True)
-        lock = os.open(sweep_dir / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as error:
-        raise Refused(
-            f"sweep_dir cannot be written: got {sweep_dir}: {error.strerror}; expected a folder "
-            "that you may write to; choose another one"
-        ) from None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        raise Refused(
-            f"sweep_dir is in use: got {sweep_dir}, which another sweep writes; wait for it or "
-            "choose another one"
-        ) from None
-    return lock
-
-
-def _is_foreign(folder: Path) -> bool:
-    """Whether a folder holds something, but not a sweep."""
-    names = {path.name for path in folder.iterdir()}
-    ours = RUNS_FOLDER in names and bool(names & {LOCK_NAME, TABLE_NAME})
-    return not ours and not names <= {LOCK_NAME}
+    return [torch.device("cuda", i) for i in range(gpus)] * (workers or per_gpu)
 
 
 def _run_processes(sweep: Sweep, todo: list[RunSpec], devices: list[torch.device]) -> None:

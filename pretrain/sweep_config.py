@@ -2,7 +2,8 @@
 
     mixer x level_weights x d_model x (seq_len x pairs) x peak_lr x seed
 
-level_weights applies to log-linear mixers only; the others appear once. With `mix`, every model is
+level_weights applies to log-linear mixers only; the others appear once. Its values are kinds, or
+names of one's own with the settings that they stand for. With `mix`, every model is
 trained on the listed segments and scored on the listed cells; without, each (seq_len, pairs) of the
 grid is a run of its own. max_seq_len is the longest row of the sweep for all, so that the number of
 levels never differs between arms.
@@ -11,18 +12,18 @@ levels never differs between arms.
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from data_prep.mqar import MqarTask
 from data_prep.selective_copy import SelectiveCopyTask
 from data_prep.synth import SyntheticTask
 from models.config import LevelWeightsConfig, MixerName, ModelConfig
+from pretrain import sweep_file
 
 LOG_LINEAR = "log_linear_"
-LevelWeightsKind = Literal["fixed", "linear", "adaptive"]
+KINDS: tuple[str, ...] = get_args(LevelWeightsConfig.model_fields["kind"].annotation)
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -101,11 +102,44 @@ class Mix(_Section):
         return self
 
 
+class LevelWeightsArm(_Section):
+    """A form of lambda: in the file a kind, or a name of one's own and what it stands for."""
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9.-]*$")
+    settings: dict[str, Any]
+    """Of LevelWeightsConfig, kind among them; they go before those of `model.level_weights`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_kind(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        if value not in KINDS:
+            raise ValueError(
+                f"unknown kind of lambda: got {value}; expected {', '.join(KINDS)}, or a mapping "
+                "of name and settings"
+            )
+        return {"name": value, "settings": {"kind": value}}
+
+    @model_validator(mode="after")
+    def _names_are_not_taken(self) -> "LevelWeightsArm":
+        if "kind" not in self.settings:
+            raise ValueError(f"settings lack kind: got {self.settings} for {self.name}")
+        if self.name in KINDS and self.settings != {"kind": self.name}:
+            raise ValueError(
+                f"the name of a kind has its meaning: got {self.name} for {self.settings}; "
+                "choose another name"
+            )
+        return self
+
+
 class GridConfig(_Section):
     """The axes; every combination is a run."""
 
     mixer: tuple[MixerName, ...] = Field(min_length=1)
-    level_weights: tuple[LevelWeightsKind, ...] = ("adaptive",)
+    level_weights: tuple[LevelWeightsArm, ...] = (
+        LevelWeightsArm(name="adaptive", settings={"kind": "adaptive"}),
+    )
     d_model: tuple[int, ...] = Field(min_length=1)
     seq_len: tuple[int, ...] = ()
     pairs: tuple[int, ...] = ()
@@ -116,10 +150,20 @@ class GridConfig(_Section):
     def _every_value_once(self) -> "GridConfig":
         for axis, values in self:
             # As in the names of the runs' folders, which two runs may not share.
-            names = [f"{value:g}" if isinstance(value, float) else value for value in values]
+            names = [_axis_name(value) for value in values]
             if len(set(names)) != len(names):
                 raise ValueError(f"{axis} repeats a value: got {names}; expected each once")
         return self
+
+    def level_weights_of(self, name: str) -> dict[str, Any]:
+        """The settings that a value of the axis stands for."""
+        return next(arm.settings for arm in self.level_weights if arm.name == name)
+
+
+def _axis_name(value: Any) -> Any:
+    if isinstance(value, LevelWeightsArm):
+        return value.name
+    return f"{value:g}" if isinstance(value, float) else value
 
 
 class SweepTraining(_Section):
@@ -161,8 +205,8 @@ class RunSpec:
     """One run of the grid."""
 
     mixer: MixerName
-    level_weights: LevelWeightsKind | None
-    """None where the mixer has no levels."""
+    level_weights: str | None
+    """A kind or a name of the grid's; None where the mixer has no levels."""
     d_model: int
     seq_len: int | None
     pairs: int | None
@@ -224,14 +268,21 @@ class SweepConfig(_Section):
     def _runs(self) -> Iterator[RunSpec]:
         grid = self.grid
         for mixer in grid.mixer:
-            for kind in grid.level_weights if mixer.startswith(LOG_LINEAR) else (None,):
+            names = [arm.name for arm in grid.level_weights]
+            for level_weights in names if mixer.startswith(LOG_LINEAR) else [None]:
                 for d_model in grid.d_model:
                     for seq_len in grid.seq_len or (None,):
                         for pairs in grid.pairs or (None,):
                             for peak_lr in grid.peak_lr:
                                 for seed in grid.seed:
                                     yield RunSpec(
-                                        mixer, kind, d_model, seq_len, pairs, peak_lr, seed
+                                        mixer,
+                                        level_weights,
+                                        d_model,
+                                        seq_len,
+                                        pairs,
+                                        peak_lr,
+                                        seed,
                                     )
 
     def segments(self, spec: RunSpec) -> tuple[Segment, ...]:
@@ -278,9 +329,8 @@ class SweepConfig(_Section):
                 f"model.level_weights is wrong: got {level_weights!r}; expected settings as a "
                 "mapping"
             )
-        level_weights = dict(level_weights)
         if spec.level_weights is not None:
-            level_weights["kind"] = spec.level_weights
+            level_weights = {**level_weights, **self.grid.level_weights_of(spec.level_weights)}
         return ModelConfig.model_validate(
             {
                 **settings,
@@ -305,45 +355,5 @@ class SweepConfig(_Section):
 
 
 def load_sweep(path: Path, sweep_dir: Path | None = None) -> SweepConfig:
-    """Reads a sweep's YAML file.
-
-    Args:
-        sweep_dir: replaces the file's.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is not YAML, or a setting is wrong; one line for each fault.
-    """
-    if not path.is_file():
-        raise FileNotFoundError(f"no sweep: got {path}; expected a YAML file")
-    try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(tree, dict):
-        raise ValueError(
-            f"{path} holds no settings: expected sweep_dir, task, grid, ... as a mapping"
-        )
-    if sweep_dir is not None:
-        tree = {**tree, "sweep_dir": str(sweep_dir)}
-    try:
-        return SweepConfig.model_validate(tree)
-    except ValidationError as error:
-        lines = []
-        places = [fault["loc"] for fault in error.errors()]
-        for fault in error.errors():
-            depth = len(fault["loc"])
-            if any(place[:depth] == fault["loc"] and len(place) > depth for place in places):
-                continue  # it follows from a fault inside
-            name = ".".join(map(str, fault["loc"]))
-            message = fault["msg"].removeprefix("Value error, ")
-            if fault["type"] == "extra_forbidden":
-                lines.append(f"unknown setting: got {name}; expected one of the sweep's")
-            elif fault["type"] == "missing":
-                lines.append(f"setting is missing: expected {name}")
-            elif fault["type"] == "value_error":
-                lines.append(message if not name else f"{name}: {message}")
-            else:
-                rule = message.replace("Input should be", "expected")
-                lines.append(f"{name} is wrong: got {fault['input']!r}; {rule}")
-        raise ValueError("\n".join(dict.fromkeys(lines))) from None
+    """Reads a sweep's YAML file; arguments and errors are those of pretrain.sweep_file.read."""
+    return sweep_file.read(path, SweepConfig, sweep_dir)

@@ -8,7 +8,8 @@ import torch
 
 
 class StepClock:
-    """Seconds by phase since the last `read`; on a GPU by events, which make nothing wait."""
+    """Seconds by phase since the last `read`; on a GPU by events, which make nothing wait: a phase
+    that the GPU has not ended by then is in the next `read`."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -35,9 +36,8 @@ class StepClock:
 
     def read(self) -> dict[str, float]:
         """Seconds by phase, and starts anew."""
-        if self._events:
-            self._events[-1][2].synchronize()
-        for name, began, ended in self._events:
+        while self._events and self._events[0][2].query():
+            name, began, ended = self._events.pop(0)
             self.add(name, began.elapsed_time(ended) / 1000)
-        seconds, self._seconds, self._events = self._seconds, {}, []
+        seconds, self._seconds = self._seconds, {}
         return seconds

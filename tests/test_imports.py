@@ -13,7 +13,14 @@ MAY_IMPORT = {
     "models": {"kernels", "data_prep.tokenizer"},
     "eval": {"models", "data_prep"},
     "pretrain": {"models", "data_prep", "eval"},
-    "launch": {"pretrain.config", "models.checkpoint_directory", "data_prep.ray_cluster"},
+    "launch": {
+        "pretrain.config",
+        "models.checkpoint_directory",
+        "models.accounting",
+        "data_prep.ray_cluster",
+        "data_prep.command_line",
+        "data_prep.early_interrupt",
+    },
 }
 
 

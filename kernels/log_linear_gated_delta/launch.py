@@ -12,6 +12,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from kernels.log_linear_ssd.launch import launch_variant
+
 
 @dataclass(frozen=True)
 class PairWay:
@@ -79,19 +81,9 @@ class PairShape:
         return _pair_shape(G, H, K, V, L, v.dtype, weights_dtype, v.device)
 
     def launch(self, kernel: Any, grid: tuple[int, int, int], *args: Any, **constants: Any) -> None:
-        """kernel[grid](*args, **constants) with the table's options.
-
-        Triton decides at every call which compiled variant fits its arguments; that costs more
-        than a small kernel runs. Here sizes, dtypes and the alignment of every buffer are fixed by
-        this object, so after the first call the variant is known.
-        """
+        """kernel[grid](*args, **constants) with the table's options."""
         way = self.table[kernel.__name__.removeprefix("pair_").removesuffix("_kernel")]
-        key = (kernel, way, *constants.values())
-        compiled = self.compiled.get(key)
-        if compiled is None:
-            self.compiled[key] = kernel[grid](*args, **constants, **way.compiler)
-        else:
-            compiled[grid](*args, *constants.values())
+        launch_variant(self.compiled, way.compiler, kernel, grid, args, constants)
 
     @property
     def NL(self) -> int:

@@ -15,6 +15,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from kernels.host_tables import on_device, to_last
+
 PAIR_CHUNK = 64
 READERS_PER_SUM = 32
 """Chunks that one program of the node gradient reads at most: bounds the longest program."""
@@ -59,9 +61,7 @@ def pair_plan(
 
     far: queries are carried on, past the farthest node, to the document's first token.
     """
-    # The plan outlives the call: made in inference mode, it could not serve a training step.
-    with torch.inference_mode(False):
-        return _pair_plan(lengths, first_chunks, far, device)
+    return to_last(lambda: _pair_plan(lengths, first_chunks, far, device))
 
 
 def pair_chunks(B: int, T: int, cu_seqlens: Tensor | None) -> int:
@@ -140,7 +140,7 @@ def _pair_plan(
     items = items[items[:, 2].argsort(descending=True, stable=True)]  # the longest first
 
     def put(x: Tensor) -> Tensor:
-        return x.to(torch.int32).contiguous().to(device)
+        return on_device(x.to(torch.int32).contiguous(), device)
 
     return PairPlan(
         num_chunks=len(n),
@@ -151,7 +151,7 @@ def _pair_plan(
         reads=put(_rows(reads, 4)),
         sums=put(items),
         splits=put(_rows(splits, 3)),
-        slots=_slots(chunks[:, 1]).to(device) if far else n[:0].to(device),
+        slots=on_device(_slots(chunks[:, 1]) if far else n[:0], device),
         merge_levels=_spans(merges),
         read_levels=_spans(reads),
     )

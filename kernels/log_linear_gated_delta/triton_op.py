@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.checks import check_level_count, document_lengths
+from kernels.dispatch import is_traced
 from kernels.log_linear_gated_delta.launch import PairShape
 from kernels.log_linear_gated_delta.pair_plan import (
     PAIR_CHUNK,
@@ -50,7 +51,7 @@ def log_linear_gated_delta_triton(
     q, k, v, level_weights = (_ready(x) for x in (q, k, v, level_weights))
     g, beta = _ready(log_decay.float()), _ready(beta.float())
     plan_inputs = cu_seqlens, first_positions
-    if torch.compiler.is_compiling():
+    if is_traced(v):
         outputs = torch.ops.fenwick.log_linear_gated_delta(
             q, k, v, g, beta, level_weights, *plan_inputs
         )
@@ -67,7 +68,7 @@ def log_linear_gated_delta_triton(
 def _ready(x: Tensor) -> Tensor:
     """Contiguous, and on 16 bytes as compiled kernels assume (a slice of a tensor may not be)."""
     x = x.contiguous()
-    if torch.compiler.is_compiling():
+    if is_traced(x):
         return x  # inductor's buffers are aligned, and a tracer has no addresses
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
@@ -103,7 +104,8 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
-        o, far, buffers = pair_forward(*args)
+        with torch.cuda.device_of(args[2]):  # Triton launches on the current device
+            o, far, buffers = pair_forward(*args)
         ctx.save_for_backward(*args[:6], *buffers)
         ctx.plan, ctx.NC, ctx.with_far = args[6:]
         if far is None:
@@ -135,7 +137,9 @@ def _forward(
     plan = _plan(level_weights, cu_seqlens, first_positions)
     NC = pair_chunks(v.shape[0], v.shape[1], cu_seqlens)
     with_far = first_positions is not None
-    o, far, buffers = pair_forward(q, k, v, log_decay, beta, level_weights, plan, NC, with_far)
+    inputs = (q, k, v, log_decay, beta, level_weights)
+    with torch.cuda.device_of(v):
+        o, far, buffers = pair_forward(*inputs, plan, NC, with_far)
     return [o, o.new_empty(0) if far is None else _to_tokens(far, plan, v), *buffers]
 
 
@@ -174,7 +178,9 @@ def _backward(
     plan = _plan(level_weights, cu_seqlens, first_positions)
     NC = pair_chunks(v.shape[0], v.shape[1], cu_seqlens)
     rows = None if dfar is None else _to_rows(dfar, plan)
-    return list(pair_backward(q, k, v, log_decay, beta, level_weights, do, rows, buffers, plan, NC))
+    inputs = (q, k, v, log_decay, beta, level_weights)
+    with torch.cuda.device_of(v):
+        return list(pair_backward(*inputs, do, rows, buffers, plan, NC))
 
 
 @_backward.register_fake
@@ -204,8 +210,8 @@ def _save(
 def _gradients(
     ctx: torch.autograd.function.FunctionCtx, grads: list[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
-    *inputs, cu_seqlens, first_positions = ctx.saved_tensors[:8]  # type: ignore[attr-defined]
-    buffers = list(ctx.saved_tensors[8:])  # type: ignore[attr-defined]
+    saved = list(ctx.saved_tensors)  # type: ignore[attr-defined]  # once, as checkpointing asks
+    inputs, (cu_seqlens, first_positions), buffers = saved[:6], saved[6:8], saved[8:]
     q, v = inputs[0], inputs[2]
     do, dfar = grads[:2]
     if do is None:

@@ -34,6 +34,31 @@ class Way:
         return {"num_warps": self.warps, "num_stages": self.loop_stages or 3}
 
 
+def launch_variant(
+    compiled: dict[tuple[Any, ...], Any],
+    options: dict[str, int],
+    kernel: Any,
+    grid: tuple[int, int, int],
+    args: tuple[Any, ...],
+    constants: dict[str, Any],
+) -> None:
+    """kernel[grid](*args, **constants, **options); later calls take the variant compiled then.
+
+    Triton decides at every call which compiled variant fits its arguments; that costs more than a
+    small kernel runs. Here the owner of `compiled` fixes sizes, dtypes and the alignment of every
+    buffer, so after the first call the variant is known.
+    """
+    key = (kernel, *options.values(), *constants.values())
+    variant = compiled.get(key)
+    if variant is None:
+        compiled[key] = kernel[grid](*args, **constants, **options)
+        return
+    # As addresses: for a tensor Triton's launcher asks the driver whether the device can reach it,
+    # for every argument of every call.
+    plain = [x.data_ptr() if type(x) is Tensor else x for x in args]
+    variant[grid](*plain, *constants.values())
+
+
 # Measured on an H200 at B=2, T=16384, H=48, K=128, V=64 in bf16, with torch 2.11 and Triton 3.6.
 HOPPER: dict[str, Way] = {
     "prepare": Way(),
@@ -84,19 +109,9 @@ class Shape:
         return _shape(G, H, K, V, L, v.dtype, weights_dtype, v.device)
 
     def launch(self, kernel: Any, grid: tuple[int, int, int], *args: Any, **constants: Any) -> None:
-        """kernel[grid](*args, **constants) with the table's options.
-
-        Triton decides at every call which compiled variant fits its arguments; that costs more
-        than a small kernel runs. Here sizes, dtypes and the alignment of every buffer are fixed by
-        this object, so after the first call the variant is known.
-        """
+        """kernel[grid](*args, **constants) with the table's options."""
         way = self.table[kernel.__name__.removesuffix("_kernel")]
-        key = (kernel, way, *constants.values())
-        compiled = self.compiled.get(key)
-        if compiled is None:
-            self.compiled[key] = kernel[grid](*args, **constants, **way.compiler)
-        else:
-            compiled[grid](*args, *constants.values())
+        launch_variant(self.compiled, way.compiler, kernel, grid, args, constants)
 
     @property
     def NL(self) -> int:

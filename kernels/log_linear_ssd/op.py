@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from kernels.checks import check_levels, check_sequence, check_step, document_lengths
-from kernels.dispatch import Backend, choose_backend
+from kernels.dispatch import Backend, choose_backend, triton_interprets
 from kernels.documents import run_by_document
 from kernels.log_linear_ssd.between_states import log_linear_ssd_with_states
 from kernels.log_linear_ssd.chunked import log_linear_ssd_chunked
@@ -79,15 +79,24 @@ def log_linear_ssd(
     return o.to(v.dtype), final_state if return_final_state else None
 
 
+def steps_in_place(K: int, V: int, L: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether `log_linear_ssd_step_in_place` takes q, k, v and states like these."""
+    there = device.type == "cuda" or triton_interprets()
+    return there and L <= 32 and _obstacle(K, V, {dtype}) is None
+
+
 def _triton_obstacle(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """Why the Triton kernels cannot take these inputs, or None."""
-    K, V = q.shape[3], v.shape[3]
+    return _obstacle(q.shape[3], v.shape[3], {q.dtype, k.dtype, v.dtype})
+
+
+def _obstacle(K: int, V: int, dtypes: set[torch.dtype]) -> str | None:
     if K % 16 or K > 256:
         return f"its Triton kernels need K a multiple of 16 up to 256: got {K}"
     if V % 16 or V > 256:
         return f"its Triton kernels need V a multiple of 16 up to 256: got {V}"
-    if not q.dtype == k.dtype == v.dtype or v.dtype == torch.float64:
-        return f"its Triton kernels need one of bf16, fp16, fp32: got {q.dtype, k.dtype, v.dtype}"
+    if len(dtypes) > 1 or torch.float64 in dtypes:
+        return f"its Triton kernels need one of bf16, fp16, fp32: got {sorted(map(str, dtypes))}"
     return None
 
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.checks import check_level_count, document_lengths
+from kernels.dispatch import is_fake, is_traced
 from kernels.log_linear_ssd.launch import Shape
 from kernels.log_linear_ssd.triton_backward import backward
 from kernels.log_linear_ssd.triton_forward import Kept, forward
@@ -44,7 +45,7 @@ def log_linear_ssd_triton(
         v = F.pad(v, (0, -V % 64))
     q, k, v, level_weights = (_ready(x) for x in (q, k, v, level_weights))
     g = _ready(log_decay.float())
-    if torch.compiler.is_compiling():
+    if is_traced(v):
         outputs = torch.ops.fenwick.log_linear_ssd(
             q, k, v, g, level_weights, cu_seqlens, first_positions
         )
@@ -57,7 +58,7 @@ def log_linear_ssd_triton(
 def _ready(x: Tensor) -> Tensor:
     """Contiguous, and on 16 bytes as the descriptors ask (a slice of a tensor may not be)."""
     x = x.contiguous()
-    if torch.compiler.is_compiling():
+    if is_fake(x):
         return x  # inductor's buffers are aligned, and a tracer has no addresses
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
@@ -78,7 +79,8 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
-        o, buffers = forward(*args)
+        with torch.cuda.device_of(args[2]):  # Triton launches on the current device
+            o, buffers = forward(*args)
         ctx.save_for_backward(*args[:5], *buffers)
         ctx.plan, ctx.room = args[5:]
         return o
@@ -103,7 +105,8 @@ def _forward(
 ) -> list[Tensor]:
     room = Room.for_rows(v.shape[0], v.shape[1], cu_seqlens)
     plan = _plan(level_weights, cu_seqlens, first_positions)
-    o, buffers = forward(q, k, v, log_decay, level_weights, plan, room)
+    with torch.cuda.device_of(v):
+        o, buffers = forward(q, k, v, log_decay, level_weights, plan, room)
     return [o, *buffers]
 
 
@@ -135,7 +138,8 @@ def _backward(
 ) -> list[Tensor]:
     room = Room.for_rows(v.shape[0], v.shape[1], cu_seqlens)
     plan = _plan(level_weights, cu_seqlens, first_positions)
-    gradients = backward(q, k, v, log_decay, level_weights, do, buffers, plan, room)
+    with torch.cuda.device_of(v):
+        gradients = backward(q, k, v, log_decay, level_weights, do, buffers, plan, room)
     return list(gradients)
 
 
@@ -167,10 +171,10 @@ def _gradients(
     do = grads[0]
     if do is None:
         return (None,) * 7
-    *inputs, cu_seqlens, first_positions = ctx.saved_tensors[:7]  # type: ignore[attr-defined]
-    buffers = list(ctx.saved_tensors[7:])  # type: ignore[attr-defined]
+    # Taken once: activation checkpointing gives them out only once.
+    q, k, v, g, level_weights, cu_seqlens, first_positions, *buffers = ctx.saved_tensors  # type: ignore[attr-defined]
     gradients = torch.ops.fenwick.log_linear_ssd_backward(
-        *inputs, _ready(do), buffers, cu_seqlens, first_positions
+        q, k, v, g, level_weights, _ready(do), buffers, cu_seqlens, first_positions
     )
     return (*gradients, None, None)
 

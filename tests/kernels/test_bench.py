@@ -28,12 +28,14 @@ def kernels(*arguments):
 @pytest.mark.parametrize("op", ["ssd", "gated_delta"])
 def test_bench_writes_what_it_prints_and_a_plot(op, tmp_path):
     options = ["--op", op, "--device", "cpu", "--dtype", "float32", "--lengths", "64,128"]
-    peers = ["--against", "sdpa,fla"]  # fla needs a GPU: named, and the others go on
+    # fla needs a GPU: named, and the others go on
+    peers = ["--against", "fenwick_packed,fenwick_odd,sdpa,fla"]
     ran = kernels("bench", *options, *peers, *SMALL, "--output", str(tmp_path))
     assert ran.returncode == 0, ran.stderr
     result = json.loads((tmp_path / f"{op}.json").read_text())
     found = [(m["operator"], m["B"], m["T"]) for m in result["measurements"]]
-    assert found == [("fenwick", 2, 64), ("fenwick", 1, 128), ("sdpa", 2, 64), ("sdpa", 1, 128)]
+    operators = ["fenwick", "fenwick_packed", "fenwick_odd", "sdpa"]
+    assert found == [(name, B, T) for name in operators for B, T in [(2, 64), (1, 128)]]
     assert all(0 < m["forward_ms"] < m["both_ms"] for m in result["measurements"])
     assert list(result["failures"]) == ["fla"]
     assert "fla did not finish" in ran.stdout

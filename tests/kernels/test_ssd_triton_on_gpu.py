@@ -106,6 +106,32 @@ def test_other_dtypes(T, dtype):
     assert_equal(make_inputs(1, T, 1, 4, 128, 64, dtype, decay="strong"))
 
 
+def test_writes_nothing_outside_its_buffers(monkeypatch):
+    """Every buffer of the kernels lies between guard words and starts as NaN."""
+    guarded, guard = [], 64
+
+    def allocate(*sizes, device=None, dtype=torch.float32):
+        count = torch.Size(sizes).numel()
+        buffer = torch.full((count + 2 * guard,), torch.nan, dtype=dtype, device=device)
+        buffer[:guard] = buffer[-guard:] = 7.0
+        guarded.append(buffer)
+        return buffer[guard : guard + count].view(sizes)
+
+    inputs = make_inputs(1, 3000, 1, 6, 128, 64, torch.bfloat16, longest=1649)
+    options = {"cu_seqlens": torch.tensor([0, 5, 70, 1350, 1351, 3000]), "backend": "triton"}
+    tangent = torch.randn_like(inputs[2])
+    expected = outputs_and_gradients(inputs, tangent, **options)
+    monkeypatch.setattr(torch, "empty", allocate)
+    monkeypatch.setattr(
+        torch, "empty_like", lambda x: allocate(*x.shape, device=x.device, dtype=x.dtype)
+    )
+    actual = outputs_and_gradients(inputs, tangent, **options)
+    monkeypatch.undo()
+    assert len(guarded) >= 12
+    assert all((b[:guard] == 7).all() and (b[-guard:] == 7).all() for b in guarded)
+    assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True))
+
+
 def test_one_head_of_every_size_of_grid():
     # Few programs: fewer heads a program, and the partial sums that go with it.
     for B, T in [(1, 128), (4, 500), (1, 4096)]:

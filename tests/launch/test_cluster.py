@@ -6,11 +6,15 @@ import sys
 import pytest
 
 from data_prep.ray_cluster import remove_stale_folders
-from launch.cluster import Request, check_resources, worker_environment
+from launch.cluster import HEAD_RESOURCE, Request, choose_nodes
+from launch.nodes import names_of
 
 
-def node(alive=True, **resources):
-    return {"Alive": alive, "Resources": resources}
+def node(name, alive=True, head=False, **resources):
+    if head:
+        resources[HEAD_RESOURCE] = 1.0
+    address = f"10.0.0.{name}"
+    return {"NodeID": name, "NodeManagerAddress": address, "Alive": alive, "Resources": resources}
 
 
 def request(nodes=1, gpus=0, workers=2):
@@ -23,43 +27,55 @@ def test_one_worker_per_gpu_else_cpu_workers():
 
 
 @pytest.mark.parametrize(
-    ("asked", "nodes", "fits"),
+    ("asked", "nodes", "chosen"),
     [
-        (request(gpus=8), [node(CPU=64)], False),
-        (request(gpus=8), [node(CPU=64, GPU=8)], True),
-        (request(nodes=2, gpus=8), [node(GPU=8), node(GPU=4)], False),
-        (request(nodes=2, gpus=8), [node(GPU=8), node(False, GPU=8)], False),
-        (request(nodes=2, workers=2), [node(CPU=2), node(CPU=4)], True),
-        (request(nodes=2, workers=2), [node(CPU=4)], False),
+        (request(gpus=8), [node("1", CPU=64)], None),
+        (request(gpus=8), [node("1", CPU=64, GPU=8)], ["1"]),
+        (request(nodes=2, gpus=8), [node("1", GPU=8), node("2", GPU=4)], None),
+        (request(nodes=2, gpus=8), [node("1", GPU=8), node("2", False, GPU=8)], None),
+        (request(nodes=2), [node("3", CPU=2), node("2", CPU=4)], ["2", "3"]),
+        (request(nodes=2), [node("1", CPU=2), node("3", head=True, CPU=4)], ["3", "1"]),
+        (request(nodes=2), [node("1", CPU=4)], None),
+        (request(), [node("1", head=True), node("2", CPU=2)], ["2"]),
     ],
 )
-def test_cluster_must_hold_the_request(asked, nodes, fits):
-    if fits:
-        check_resources(asked, nodes)
+def test_nodes_that_hold_the_request_are_chosen_the_head_first(asked, nodes, chosen):
+    def free():
+        return {row["NodeID"]: row["Resources"] for row in nodes}
+
+    if chosen is None:
+        with pytest.raises(ValueError, match="the cluster is too small: got .* 10.0.0.1 has"):
+            choose_nodes(asked, nodes, free)
     else:
-        with pytest.raises(ValueError, match="the cluster is too small"):
-            check_resources(asked, nodes)
+        assert [row["NodeID"] for row in choose_nodes(asked, nodes, free)] == chosen
 
 
-def test_cpu_workers_see_no_gpu_and_share_the_cores(monkeypatch):
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    env = worker_environment(request(workers=2), private=False)
-    assert env["CUDA_VISIBLE_DEVICES"] == ""
-    assert env["OMP_NUM_THREADS"] == "4"
-    assert "CUDA_VISIBLE_DEVICES" not in worker_environment(request(gpus=1), private=False)
+def test_nodes_in_use_are_passed_over_or_named(monkeypatch):
+    monkeypatch.setattr("launch.cluster.IN_USE_SECONDS", 0.0)
+    nodes = [node("1", CPU=2), node("2", CPU=2)]
+    free = {"1": {"CPU": 1.0}, "2": {"CPU": 2.0}}
+    assert choose_nodes(request(), nodes, lambda: free) == [nodes[1]]
+    with pytest.raises(ValueError) as refused:
+        choose_nodes(request(nodes=2), nodes, lambda: free)
+    assert "the cluster is in use" in str(refused.value)
+    assert "10.0.0.1 has 1, 10.0.0.2 has 2; expected 2 with at least 2" in str(refused.value)
+
+
+def test_two_nodes_of_one_address_are_told_apart():
+    rows = [node("1"), node("2"), {**node("3"), "NodeManagerAddress": "10.0.0.1"}]
+    assert names_of(rows) == {"1": "10.0.0.1 (1)", "2": "10.0.0.2", "3": "10.0.0.1 (3)"}
 
 
 LISTENERS = """
 import subprocess
 from launch.cluster import Request, cluster
-with cluster(Request(nodes=1, gpus_per_node=0, cpu_workers=1), None) as folder:
+with cluster(Request(nodes=1, gpus_per_node=0, cpu_workers=1), None):
     import os, psutil, ray
     ours = psutil.Process().children(recursive=True)
     addresses = {c.laddr.ip for p in ours for c in p.net_connections("tcp") if c.status == "LISTEN"}
     print(*addresses)
 _, alive = psutil.wait_procs(ours, timeout=20)
-print(alive, folder.exists(), ray.is_initialized())
+print(alive, ray.is_initialized())
 """
 
 
@@ -72,7 +88,7 @@ def test_private_cluster_listens_on_loopback_and_leaves_nothing():
     assert "127.0.0.1" in addresses.split()
     for address in addresses.split():
         assert ipaddress.ip_address(address.removeprefix("::ffff:")).is_loopback, addresses
-    assert after == "[] False False"
+    assert after == "[] False"
 
 
 def test_folders_of_dead_launches_are_removed_and_of_living_ones_kept(tmp_path, monkeypatch):

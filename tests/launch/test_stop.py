@@ -1,5 +1,7 @@
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -7,35 +9,77 @@ import pytest
 from launch.stop import StopRequest
 
 
-def test_the_first_signal_asks_the_workers_and_the_second_ends(tmp_path, capsys):
-    stop = StopRequest(tmp_path / "stop", 100.0)
+@pytest.fixture
+def stop():
+    stop = StopRequest(100.0)
+    yield stop
+    stop.restore()
+
+
+def test_while_ranks_run_the_first_signal_is_theirs_and_the_second_ends(stop, capsys):
+    stop.graceful = True
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert stop.requested
+    assert not stop.expired
+    assert not stop.ending
+    assert "up to 100 s for a checkpoint" in capsys.readouterr().err
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGTERM)
+    assert stop.ending
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_without_ranks_it_ends_at_once_and_once(stop, number):
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(number)
+    signal.raise_signal(number)  # cleaning up is not disturbed
+    failure = stop.failure("at once")
+    assert failure.code == 128 + number
+    assert f"stopped by {number.name} at once; start the same command again" in str(failure)
+
+
+def test_waiting_ends():
+    stop = StopRequest(0.0)
+    try:
+        stop.graceful = True
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)
+        assert stop.expired
+    finally:
+        stop.restore()
+
+
+def test_afterwards_signals_do_what_they_did():
     before = signal.getsignal(signal.SIGTERM)
-    with stop:
-        assert not stop.requested
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.requested
-        assert not stop.expired
-        assert (tmp_path / "stop").exists()
-        assert "up to 100 s for a checkpoint" in capsys.readouterr().err
-        with pytest.raises(SystemExit) as ended:
-            signal.raise_signal(signal.SIGTERM)
-        assert ended.value.code == 143
-    assert not (tmp_path / "stop").exists()
+    StopRequest(1.0).restore()
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_waiting_ends(tmp_path):
-    with StopRequest(tmp_path / "stop", 0.0) as stop:
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.01)
-        assert stop.expired
-        failure = stop.failure("after a checkpoint")
-    assert failure.code == 130
-    assert "stopped by SIGINT after a checkpoint; start the same command again" in str(failure)
+# The main thread is in C code that no Python handler interrupts, as Ray's may be; so is a child.
+STUCK = """
+import ctypes, os, signal, subprocess, sys, threading
+from launch import stop
+stop.CLEAN_UP_SECONDS = 1.0
+stop.StopRequest(100.0)
+print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"]).pid, flush=True)
+mutex, lock = ctypes.create_string_buffer(128), ctypes.CDLL(None).pthread_mutex_lock
+lock(mutex)
+threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+lock(mutex)
+"""
 
 
-def test_without_a_run_folder_there_is_nothing_to_wait_for(tmp_path):
-    with StopRequest(tmp_path / "no run yet" / "stop", 100.0) as stop:
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.01)
-        assert stop.expired
+def test_a_launcher_that_is_stuck_ends_all_the_same():
+    stuck = subprocess.Popen([sys.executable, "-c", STUCK], stdout=subprocess.PIPE, text=True)
+    child = int(stuck.stdout.readline())
+    try:
+        assert stuck.wait(60) == 143
+    finally:
+        stuck.kill()
+    for _ in range(300):
+        try:
+            os.kill(child, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.1)
+    pytest.fail("its child lives")

@@ -78,6 +78,7 @@ def test_config_is_frozen(small_config: Config) -> None:
             "kind 'adaptive' only: got kind 'fixed'",
         ),
         ({"level_weights": {"activation": "relu"}}, "level_weights.activation"),
+        ({"level_weights": {"offset": 0.5}}, "kind 'linear' only: got 0.5 with kind 'adaptive'"),
     ],
 )
 def test_wrong_config_is_refused_with_its_numbers(

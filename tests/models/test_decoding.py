@@ -7,9 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.dispatch import triton_interprets
+from kernels.state import LazyFenwickState
 from models.accounting import state_bytes
 from models.config import MIXER_NAMES
-from models.decoding_state import copy_state, held_bytes, join_states, pick_rows
+from models.decode_graph import FixedStep
+from models.decoding_state import copy_state, held_bytes, join_states, map_tensors, pick_rows
 from models.generate import generate, read_prompt
 from models.initialize import initialize
 from models.language_model import LanguageModel, ModelState
@@ -196,3 +199,35 @@ def test_too_long_input_names_the_command_that_helps(small_model: Build) -> None
     ):
         with pytest.raises(ValueError, match=command):
             read()
+
+
+@pytest.mark.parametrize("variant", ["hybrid", "log_linear_gated_deltanet", "mamba2", "window"])
+@torch.no_grad()
+def test_a_step_on_fixed_tensors_equals_the_step(variant: str, small_model: Build) -> None:
+    """What a CUDA graph holds; in place, where Triton's kernel does it, by its interpreter."""
+    model, tokens = _model(small_model, variant), _tokens(3, 80)
+    states = []
+    for row, n in enumerate((1, 31, 63)):
+        _, state = model.prefill(tokens[row : row + 1, :n], model.empty_state(1))
+        states.append(state)
+    state = join_states(states)
+    fixed = FixedStep(model, state, 63 + 4)
+    fixed.warm_up()
+    mixers = [type(block.mixer).__name__ for block in model.blocks]
+    lazy = [
+        isinstance(getattr(layer, "memory", 0), LazyFenwickState) for layer in fixed.state.layers
+    ]
+    if triton_interprets() and variant == "hybrid":
+        assert lazy == [mixer == "Mamba2" for mixer in mixers]
+    held = [tensor.data_ptr() for tensor in _tensors(fixed.state)]
+    for t in range(4):  # past a carry of every row
+        expected, state = model.step(tokens[:, t], state)
+        fixed.tokens.copy_(tokens[:, t])
+        _close(fixed.run(), expected, t)
+    assert held == [tensor.data_ptr() for tensor in _tensors(fixed.state)]
+
+
+def _tensors(part: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    map_tensors(part, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
+    return found

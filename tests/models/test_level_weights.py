@@ -36,6 +36,13 @@ def test_linear_scales_the_projection() -> None:
     torch.testing.assert_close(module(d, (B, T)), expected)
 
 
+def test_linear_with_an_offset_starts_at_one() -> None:
+    module, d = _module(kind="linear", offset=0.5413248546), _projected()
+    expected = F.softplus(module.a * d.view(B, T, H, L) + 0.5413248546)
+    torch.testing.assert_close(module(d, (B, T)), expected)
+    torch.testing.assert_close(module(torch.zeros_like(d), (B, T)), torch.ones(B, T, H, L))
+
+
 @pytest.mark.parametrize("gelu", [False, True])
 def test_adaptive_is_an_mlp_over_levels_shared_by_heads(gelu: bool) -> None:
     module, d = _module(kind="adaptive", gelu=gelu), _projected()

@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from data_prep.shards import read_manifest
 from models.accounting import parameter_count
 from models.config import PRESETS
 from models.language_model import LanguageModel
+from pretrain.__main__ import app
 from pretrain.config import RunConfig, check_data, dump_config, load_config
 
 SHIPPED = sorted((Path(__file__).parents[2] / "pretrain" / "configs").glob("*.yaml"))
@@ -157,3 +159,39 @@ def test_shipped_config_builds_and_has_the_parameters_of_the_formula(path: Path)
     with torch.device("meta"):
         model = LanguageModel(config.model)
     assert sum(p.numel() for p in model.parameters()) == parameter_count(config.model)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "published_millions"),
+    [
+        ("0.8b-mamba2", "802,225,872", 802),
+        ("0.8b-log-linear-mamba2", "825,469,407", 825),
+        ("0.8b-gated-deltanet", "792,785,532", 793),
+        ("0.8b-log-linear-gated-deltanet", "795,707,787", 796),
+        ("0.8b-attention", "692,912,640", 693),
+        ("0.8b-attention-24-layers", "777,856,512", 778),
+    ],
+)
+def test_dry_run_of_the_papers_models_shows_their_published_size(
+    dataset: Path, name: str, parameters: str, published_millions: int
+) -> None:
+    """Guo et al., arXiv 2506.04761, table of language models: rounded to millions."""
+    path = next(path for path in SHIPPED if path.stem == name)
+    model = load_config(path).model
+    assert (model.d_model, model.vocab_size, model.max_seq_len) == (1536, 32_000, 16_384)
+    assert model.num_layers == (24 if "24" in name else 21)
+    assert (model.mamba2_num_heads, model.mamba2.head_size, model.mamba2.state_size) == (
+        48,
+        64,
+        128,
+    )
+    delta = model.gated_deltanet
+    assert (delta.num_heads, delta.key_size, delta.value_size) == (6, 192, 384)
+    assert load_config(path).data.seq_len == 16_384
+    small = ["data.seq_len=64", "batch.batch_tokens=64", "validation.rows=1"]
+    shown = CliRunner().invoke(
+        app, ["train", str(path), "--dry-run", f"data.dataset={dataset}", *small]
+    )
+    assert shown.exit_code == 0, shown.output
+    assert f" {parameters} parameters, " in shown.output
+    assert round(int(parameters.replace(",", "")) / 1e6) == published_millions

@@ -1,4 +1,4 @@
-"""python -m pretrain bench CONFIG: what our loop costs over bare DeepSpeed with the same model.
+"""python -m pretrain bench-loop CONFIG: what our loop costs over bare DeepSpeed, same model.
 
 Ours is `train` as it is, run folder, metrics and all, timed from one line of log.jsonl to the next.
 Bare is deepspeed.initialize with the same loss, torch's AdamW over the same parameter groups and
@@ -65,7 +65,7 @@ def measure_overhead(
     folder = world.on_rank_0(lambda: tempfile.mkdtemp(prefix="bench-"))
     result = Overhead([], [])
     for number in range(rounds):
-        run = _bench_config(config, Path(folder) / f"round-{number}", WARMUP + updates)
+        run = bench_config(config, Path(folder) / f"round-{number}", WARMUP + updates)
         path = Path(folder) / f"round-{number}.yaml"
         world.on_rank_0(partial(path.write_text, dump_config(run)))
         train(path, [], world)
@@ -75,7 +75,7 @@ def measure_overhead(
     return result
 
 
-def _bench_config(config: RunConfig, run_dir: Path, updates: int) -> RunConfig:
+def bench_config(config: RunConfig, run_dir: Path, updates: int) -> RunConfig:
     """The run with nothing in it but updates and their metrics."""
     tree = config.model_dump(mode="json")
     tree["run_dir"] = str(run_dir)
