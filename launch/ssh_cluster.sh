@@ -28,7 +28,9 @@ shift 8
 base=/tmp/fenwick-cluster-$(id -u)-$port  # on a local disk: process ids mean nothing elsewhere
 state=$base/$host
 fail() { echo "error: $host: $1" >&2; exit 1; }
-runs() { [[ -f $state/pid ]] && kill -0 "$(<"$state/pid")" 2>/dev/null; }
+alive() { [[ -f $state/pid ]] && kill -0 "$(<"$state/pid")" 2>/dev/null; }
+# After a restart of the machine the number may be that of another process.
+runs() { alive && tr "\0" " " <"/proc/$(<"$state/pid")/cmdline" | grep -q "ray start --block"; }
 
 if [[ $action == token || $action == up ]]; then
     cd "$root" 2>/dev/null || fail "the repository is missing: got $root; expected the same path on every machine"
@@ -66,7 +68,7 @@ up)
     setsid nohup "$venv/bin/ray" start --block "${options[@]}" "$@" >>"$state/log" 2>&1 </dev/null &
     echo $! >"$state/pid"
     for ((i = 0; i < 240; i++)); do
-        runs || fail "ray start ended: $(grep -v "^ *$" "$state/log" | tail -n 1)"
+        alive || fail "ray start ended: $(grep -v "^ *$" "$state/log" | tail -n 1)"
         if grep -q "Ray runtime started" "$state/log"; then echo "$host: started"; exit 0; fi
         sleep 0.5
     done
@@ -76,7 +78,7 @@ down)
     if runs; then
         pid=$(<"$state/pid")
         kill -TERM "$pid"
-        for ((i = 0; i < 40; i++)); do runs || break; sleep 0.5; done
+        for ((i = 0; i < 40; i++)); do alive || break; sleep 0.5; done
         kill -KILL -- "-$pid" 2>/dev/null || true  # the rest of its process group, if any
         echo "$host: stopped"
     else
@@ -121,8 +123,11 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 port=6379 venv=$root/.venv token="" options=()
 while [[ $# -gt 0 ]]; do
     case $1 in
-    --port) port=${2:-} && shift 2 ;;
-    --venv) venv=${2:-} && shift 2 ;;
+    --port | --venv)
+        [[ $# -ge 2 ]] || refuse "$1 has no value: got nothing behind it; expected one"
+        declare "${1#--}=$2"
+        shift 2
+        ;;
     --) shift && options=("$@") && break ;;
     *) refuse "unknown option: got $1; expected --port, --venv or --" ;;
     esac
@@ -131,7 +136,7 @@ done
     refuse "--port is no port: got $port; expected 1024 to 65533"
 [[ $venv == /* ]] || venv=$PWD/$venv
 [[ -f $hosts_file ]] || refuse "no list of hosts: got $hosts_file; expected a file with a machine a line"
-mapfile -t hosts < <(sed 's/#.*//; s/^ *//; s/ *$//; /^$/d' "$hosts_file")
+mapfile -t hosts < <(sed 's/#.*//; s/^[[:space:]]*//; s/[[:space:]]*$//; /^$/d' "$hosts_file")
 [[ ${#hosts[@]} -gt 0 ]] || refuse "no host in the list: got $hosts_file; expected a machine a line"
 twice=$(printf '%s\n' "${hosts[@]%%[[:space:]]*}" | sort | uniq -d)
 [[ -z $twice ]] || refuse "a host is listed twice: got ${twice%%$'\n'*}; expected each once"

@@ -38,6 +38,7 @@ def test_both_scripts_are_there() -> None:
         (("down", "{hosts}", "--port", "80"), "--port is no port: got 80"),
         (("up", "{hosts}", "--port", "many"), "--port is no port: got many"),
         (("up", "{hosts}", "--bogus"), "unknown option: got --bogus"),
+        (("up", "{hosts}", "--venv"), "--venv has no value"),
     ],
 )
 def test_mistakes_in_the_list_of_hosts_are_one_line(
@@ -45,7 +46,7 @@ def test_mistakes_in_the_list_of_hosts_are_one_line(
 ) -> None:
     files = {name: str(tmp_path / name) for name in ("no", "empty", "twice", "hosts")}
     (tmp_path / "empty").write_text("\n# nobody\n")
-    (tmp_path / "twice").write_text("a\nb\n a 10.0.0.3\n")
+    (tmp_path / "twice").write_text("a\nb\n\ta 10.0.0.3\n")
     (tmp_path / "hosts").write_text("a\n")
     done = subprocess.run(
         [ROOT / "launch" / "ssh_cluster.sh", *(word.format(**files) for word in argv)],

@@ -167,9 +167,13 @@ def test_a_host_that_cannot_be_used_is_named(cluster: Cluster, tmp_path: Path) -
     code, _, error = cluster.script("up", "alpha\n", "--venv", str(tmp_path))
     assert code != 0
     assert error.startswith(f"error: alpha: no ray in the environment: got {tmp_path}; expected")
+    state = Path(f"/tmp/fenwick-cluster-{os.getuid()}-{cluster.port}") / "alpha"
+    state.mkdir(parents=True)
+    (state / "pid").write_text(str(os.getpid()))  # as after a restart: a number that is another's
     code, output, _ = cluster.script("down", HOSTS)
     assert code == 0
     assert sorted(output.splitlines()) == ["alpha: did not run", "beta: did not run"]
+    assert not state.parent.exists()
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The command: refusals in one line before any training, signals, divergence, launchers."""
+"""The command: refusals in one line before any training, signals, divergence, branches."""
 
 import fcntl
 import os
@@ -20,7 +20,6 @@ from pretrain.interrupt import Interrupt
 
 WriteConfig = Callable[[dict[str, Any]], Path]
 ReadLog = Callable[[Path], list[dict[str, float]]]
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -321,77 +320,3 @@ def test_run_that_diverges_ends_in_one_line_and_saves_nothing_of_it(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_auto_is_the_cpu_where_there_is_no_gpu() -> None:
     assert choose_device("auto", local_rank=0) == torch.device("cpu")
-
-
-def command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
-    return subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        cwd=ROOT,
-        env=environment | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-
-
-@pytest.mark.parametrize("module", ["pretrain", "eval"])
-def test_ctrl_c_while_python_imports_ends_quietly(module: str, tmp_path: Path) -> None:
-    # In the place of typer, the first of the imports that take long.
-    (tmp_path / "typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
-    (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
-    path = os.pathsep.join([str(tmp_path), str(ROOT)])
-    stopped = subprocess.run(
-        [sys.executable, "-m", module],
-        cwd=ROOT.parent,
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert stopped.returncode == 130
-    assert stopped.stderr == ""
-
-
-def test_command_trains_alone(
-    settings: dict[str, Any], write_config: WriteConfig, tmp_path: Path
-) -> None:
-    finished = command("-m", "pretrain", write_config(settings))
-    assert finished.returncode == 0, finished.stderr
-    assert finished.stdout.splitlines()[-1] == f"{settings['run_dir']} is complete: step 10/10"
-    assert finished.stderr == ""
-
-
-LAUNCHERS = {
-    "alone": "-m pretrain",
-    "torchrun": "-m torch.distributed.run --nproc-per-node 2 --master-port PORT -m pretrain",
-    "deepspeed": "-m deepspeed.launcher.runner --num_accelerators 2 --master_port PORT --module"
-    " pretrain",
-    "ray": "-m launch --cpu-workers 2",
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_one_config_gives_the_losses_of_plain_ranks_however_it_is_launched(
-    settings: dict[str, Any],
-    write_config: WriteConfig,
-    run_ranks: Any,
-    read_log: ReadLog,
-    port: Callable[[], int],
-    launcher: str,
-) -> None:
-    config = write_config(settings)
-    other = Path(settings["run_dir"]).with_name("other")
-    launched = command(*LAUNCHERS[launcher].replace("PORT", str(port())).split(), config)
-    assert launched.returncode == 0, launched.stderr
-    assert run_ranks(config, f"run_dir={other}", ranks=2).exit_codes == [0, 0]
-    ours, theirs = read_log(Path(settings["run_dir"])), read_log(other)
-    if launcher == "alone":  # one rank adds up in another order
-        assert [line["step"] for line in ours] == [line["step"] for line in theirs]
-        losses = [line["loss"] for line in theirs if "loss" in line]
-        assert [line["loss"] for line in ours if "loss" in line] == pytest.approx(losses, rel=1e-5)
-    else:
-        assert ours == theirs
