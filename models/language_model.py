@@ -71,7 +71,7 @@ class Block(nn.Module):
     def _mlp(self, x: Tensor, y: Tensor) -> Tensor:
         if self.mlp is None or self.mlp_norm is None:
             return x + y
-        x, normed = self.mlp_norm.added(x, y)
+        x, normed = self.mlp_norm(x, y)
         return x + self.mlp(normed)
 
 

@@ -6,6 +6,8 @@ projection after them computes in; projections follow the autocast that surround
 a GPU does in one kernel is kernels/fused/.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -57,12 +59,11 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size))
         self.eps = eps
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.added(x, None)[1]
-
-    def added(self, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(x + y, its norm): y joins the residual stream x, which stays at least fp32."""
-        return add_rms_norm(at_least_fp32(x), y, self.weight, self.eps, projection_dtype(x))
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Any:
+        """The norm of x; or, where y joins the residual stream x, (x + y, its norm). The stream
+        stays at least fp32."""
+        s, n = add_rms_norm(at_least_fp32(x), y, self.weight, self.eps, projection_dtype(x))
+        return n if y is None else (s, n)
 
 
 class GateThenNorm(RMSNorm):

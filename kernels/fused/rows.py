@@ -43,5 +43,7 @@ def programs_for(rows: int, device: torch.device) -> int:
 
 
 def warps_for(size: int) -> int:
-    """Warps of a program that holds a row of this size."""
-    return 4 if size <= 1024 else 8
+    """Warps of a program that holds a row of this size: few numbers a thread, for registers."""
+    if size <= 1024:
+        return 4
+    return 8 if size <= 2048 else 16

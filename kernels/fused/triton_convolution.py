@@ -16,6 +16,8 @@ from kernels.custom_operator import make_operator
 from kernels.fused.rows import with_rows
 
 BLOCK_T = 32
+BACKWARD_BLOCK_T = 16
+"""With more, a program of the backward pass runs out of registers (255 on Hopper)."""
 BLOCK_D = 64
 TOKENS_OF_A_PROGRAM = 1024
 
@@ -27,7 +29,8 @@ def convolved(x_, weight_, bias, t, position, there, d, ok_d, apart, D, W: tl.co
     for i in tl.static_range(W):
         back = W - 1 - i
         ok = (there & (position >= back))[:, None] & ok_d[None, :]
-        x = tl.load(x_ + (t - back)[:, None] * apart + d[None, :], mask=ok, other=0.0)
+        x_at = (t - back).to(tl.int64)[:, None] * apart + d[None, :]
+        x = tl.load(x_ + x_at, mask=ok, other=0.0)
         weight = tl.load(weight_ + d * W + i, mask=ok_d, other=0.0).to(tl.float32)
         result += x.to(tl.float32) * weight[None, :]
     return result
@@ -36,7 +39,7 @@ def convolved(x_, weight_, bias, t, position, there, d, ok_d, apart, D, W: tl.co
 @triton.jit
 def position_of(t, there, positions, T, PACKED: tl.constexpr):
     """Where tokens lie in their documents: by a table, or in rows of T."""
-    return tl.load(positions + t, mask=there, other=0) if PACKED else (t % T).to(tl.int32)
+    return tl.load(positions + t, mask=there, other=0) if PACKED else t % T
 
 
 @triton.jit(do_not_specialize=["tokens", "T"])
@@ -47,7 +50,7 @@ def convolution_kernel(
 ):  # fmt: skip
     d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     ok_d = d < D
-    t = tl.program_id(1).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     there = t < tokens
     bias = tl.zeros((BLOCK_D,), tl.float32)
     if BIAS:
@@ -56,7 +59,7 @@ def convolution_kernel(
     y = convolved(x_, weight_, bias, t, position, there, d, ok_d, apart, D, W)
     y = y * tl.sigmoid(y)
     ok = there[:, None] & ok_d[None, :]
-    tl.store(y_ + t[:, None] * D + d[None, :], y.to(y_.dtype.element_ty), mask=ok)
+    tl.store(y_ + t.to(tl.int64)[:, None] * D + d[None, :], y.to(y_.dtype.element_ty), mask=ok)
 
 
 @triton.jit(do_not_specialize=["tokens", "T"])
@@ -74,8 +77,7 @@ def convolution_backward_kernel(
     dweight = tl.zeros((BLOCK_D, WP), tl.float32)
     column = tl.arange(0, WP)
     for block in range(BLOCKS):
-        first = (tl.program_id(1).to(tl.int64) * BLOCKS + block) * BLOCK_T
-        t = first + tl.arange(0, BLOCK_T)
+        t = (tl.program_id(1) * BLOCKS + block) * BLOCK_T + tl.arange(0, BLOCK_T)
         dx = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
         for ahead in tl.static_range(W):
             later = t + ahead
@@ -85,7 +87,8 @@ def convolution_backward_kernel(
             y = convolved(x_, weight_, bias, later, position, there, d, ok_d, apart, D, W)
             sigmoid = tl.sigmoid(y)
             ok = there[:, None] & ok_d[None, :]
-            dy = tl.load(dy_ + later[:, None] * D + d[None, :], mask=ok, other=0.0).to(tl.float32)
+            dy_at = later.to(tl.int64)[:, None] * D + d[None, :]
+            dy = tl.load(dy_ + dy_at, mask=ok, other=0.0).to(tl.float32)
             dy *= sigmoid * (1 + y * (1 - sigmoid))
             weight = tl.load(weight_ + d * W + W - 1 - ahead, mask=ok_d, other=0.0)
             dx += dy * weight.to(tl.float32)[None, :]
@@ -94,12 +97,14 @@ def convolution_backward_kernel(
                 for i in tl.static_range(W):
                     back = W - 1 - i
                     seen = (there & (position >= back))[:, None] & ok_d[None, :]
-                    x_at = (t - back)[:, None] * apart + d[None, :]
+                    x_at = (t - back).to(tl.int64)[:, None] * apart + d[None, :]
                     x = tl.load(x_ + x_at, mask=seen, other=0.0).to(tl.float32)
                     share = tl.sum(dy * x, 0)
                     dweight += tl.where(column[None, :] == i, share[:, None], 0.0)
         ok = (t < tokens)[:, None] & ok_d[None, :]
-        tl.store(dx_ + t[:, None] * D + d[None, :], dx.to(dx_.dtype.element_ty), mask=ok)
+        tl.store(
+            dx_ + t.to(tl.int64)[:, None] * D + d[None, :], dx.to(dx_.dtype.element_ty), mask=ok
+        )
     part = tl.program_id(1)
     at = part * D * W + d[:, None] * W + column[None, :]
     tl.store(dweight_ + at, dweight, mask=ok_d[:, None] & (column < W)[None, :])
@@ -145,15 +150,18 @@ def _convolution_backward(
     W = weight.shape[1]
     positions = _positions(x, cu_seqlens)
     x, apart = with_rows(x)
-    blocks = min(TOKENS_OF_A_PROGRAM // BLOCK_T, triton.next_power_of_2(-(-B * T // BLOCK_T)))
-    programs = triton.cdiv(B * T, BLOCK_T * blocks)
+    blocks = min(
+        TOKENS_OF_A_PROGRAM // BACKWARD_BLOCK_T,
+        triton.next_power_of_2(-(-B * T // BACKWARD_BLOCK_T)),
+    )
+    programs = triton.cdiv(B * T, BACKWARD_BLOCK_T * blocks)
     dweight = x.new_empty(programs, D, W, dtype=torch.float32)
     dbias = x.new_empty(programs, D, dtype=torch.float32)
     convolution_backward_kernel[(triton.cdiv(D, BLOCK_D), programs)](
         x, weight, weight if bias is None else bias, positions, grads[0], dx, dweight, dbias,
         B * T, T, D, apart,
         W=W, WP=triton.next_power_of_2(W), BIAS=bias is not None, PACKED=cu_seqlens is not None,
-        BLOCK_T=BLOCK_T, BLOCK_D=BLOCK_D, BLOCKS=blocks,
+        BLOCK_T=BACKWARD_BLOCK_T, BLOCK_D=BLOCK_D, BLOCKS=blocks,
     )  # fmt: skip
     of_bias = [] if bias is None else [dbias.sum(0).to(bias.dtype)]
     return [dx, dweight.sum(0).to(weight.dtype), *of_bias]

@@ -196,8 +196,8 @@ def step_values_kernel(
     BV: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """A row is one head of one token."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    token, h = row // H, row % H
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    token, h = (row // H).to(tl.int64), row % H  # divided in 32 bits: 64 cost a hundred steps
     there = row < rows
     columns = tl.arange(0, BV)
     ok = there[:, None] & (columns < V)[None, :]
@@ -205,7 +205,7 @@ def step_values_kernel(
     delta = softplus(dt + tl.load(dt_bias_ + h, mask=there, other=0.0))
     x_at = (token * x_apart + h * V)[:, None] + columns[None, :]
     x = tl.load(x_ + x_at, mask=ok, other=0.0).to(tl.float32)
-    v_at = row[:, None] * V + columns[None, :]
+    v_at = row.to(tl.int64)[:, None] * V + columns[None, :]
     tl.store(v_ + v_at, (x * delta[:, None]).to(v_.dtype.element_ty), mask=ok)
     rate = tl.exp(tl.load(A_log_ + h, mask=there, other=0.0))
     tl.store(g_ + row, -rate * delta, mask=there)
@@ -216,8 +216,8 @@ def step_values_backward_kernel(
     x_, dt_, dt_bias_, A_log_, dv_, dg_, dx_, ddt_, dA_, rows, x_apart, dt_apart, H, V,
     BV: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    token, h = row // H, row % H
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    token, h = (row // H).to(tl.int64), row % H  # divided in 32 bits: 64 cost a hundred steps
     there = row < rows
     columns = tl.arange(0, BV)
     ok = there[:, None] & (columns < V)[None, :]
@@ -226,7 +226,7 @@ def step_values_backward_kernel(
     delta = softplus(biased)
     x_at = (token * x_apart + h * V)[:, None] + columns[None, :]
     x = tl.load(x_ + x_at, mask=ok, other=0.0).to(tl.float32)
-    v_at = row[:, None] * V + columns[None, :]
+    v_at = row.to(tl.int64)[:, None] * V + columns[None, :]
     dv = tl.load(dv_ + v_at, mask=ok, other=0.0).to(tl.float32)
     tl.store(dx_ + v_at, (dv * delta[:, None]).to(dx_.dtype.element_ty), mask=ok)
     dg = tl.load(dg_ + row, mask=there, other=0.0)

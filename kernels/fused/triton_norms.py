@@ -153,25 +153,27 @@ def add_rms_norm_triton(
 def l2_norm_kernel(
     x_, y_, rows, apart, H, K, eps, scale, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     ok = (row < rows)[:, None] & (columns < K)[None, :]
-    at = (row // H * apart + row % H * K)[:, None] + columns[None, :]
+    at = ((row // H).to(tl.int64) * apart + row % H * K)[:, None] + columns[None, :]
     x = tl.load(x_ + at, mask=ok, other=0.0).to(tl.float32)
     y = x * (tl.rsqrt(tl.sum(x * x, 1) + eps) * scale)[:, None]
-    tl.store(y_ + row[:, None] * K + columns[None, :], y.to(y_.dtype.element_ty), mask=ok)
+    tl.store(
+        y_ + row.to(tl.int64)[:, None] * K + columns[None, :], y.to(y_.dtype.element_ty), mask=ok
+    )
 
 
 @triton.jit(do_not_specialize=["rows"])
 def l2_norm_backward_kernel(
     x_, dy_, dx_, rows, apart, H, K, eps, scale, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     ok = (row < rows)[:, None] & (columns < K)[None, :]
-    at = (row // H * apart + row % H * K)[:, None] + columns[None, :]
+    at = ((row // H).to(tl.int64) * apart + row % H * K)[:, None] + columns[None, :]
     x = tl.load(x_ + at, mask=ok, other=0.0).to(tl.float32)
-    here = row[:, None] * K + columns[None, :]
+    here = row.to(tl.int64)[:, None] * K + columns[None, :]
     dy = tl.load(dy_ + here, mask=ok, other=0.0).to(tl.float32)
     length = tl.rsqrt(tl.sum(x * x, 1) + eps)
     normed = x * length[:, None]

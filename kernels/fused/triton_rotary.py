@@ -21,7 +21,7 @@ def rotary_kernel(
     HALF: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """A row is one head of one token."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     there = row < rows
     token, h = row // H, row % H
     position = tl.load(positions + token, mask=there, other=0) if PACKED else token % T
@@ -30,10 +30,10 @@ def rotary_kernel(
     turn = position[:, None] * HALF + i[None, :]
     cos = tl.load(table + turn, mask=ok, other=0.0).to(tl.float32)
     sin = tl.load(table + P * HALF + turn, mask=ok, other=0.0).to(tl.float32) * direction
-    x = x_ + (token * apart + h * 2 * HALF)[:, None] + i[None, :]
+    x = x_ + (token.to(tl.int64) * apart + h * 2 * HALF)[:, None] + i[None, :]
     first = tl.load(x, mask=ok, other=0.0).to(tl.float32)
     second = tl.load(x + HALF, mask=ok, other=0.0).to(tl.float32)
-    y = y_ + row[:, None] * 2 * HALF + i[None, :]
+    y = y_ + row.to(tl.int64)[:, None] * 2 * HALF + i[None, :]
     tl.store(y, (first * cos - second * sin).to(y_.dtype.element_ty), mask=ok)
     tl.store(y + HALF, (second * cos + first * sin).to(y_.dtype.element_ty), mask=ok)
 

@@ -50,7 +50,13 @@ CASES: dict[str, tuple[Callable[..., object], Sequence[Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = ("add_rms_norm", "short_convolution")
+"""Enough between the slow ones: one with several results, one with integers among its inputs."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES]
+)
 def test_compiled_equals_eager(name: str) -> None:
     run, inputs = CASES[name]
     results = []

@@ -26,7 +26,7 @@ def loss_and_gradients(
 
 
 @pytest.mark.skipif(not triton_interprets(), reason="with a GPU the kernels are compiled")
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(
     "mixer", ["log_linear_mamba2", "mamba2", "gated_deltanet", "attention"], ids=str
 )
