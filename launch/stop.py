@@ -19,7 +19,8 @@ from typing import Any
 from launch.descendants import end_all
 from launch.errors import LaunchFailed
 
-CLEAN_UP_SECONDS = 12.0
+CLEAN_UP_SECONDS = 10.0
+AGAIN = "start the same command again to go on from the newest checkpoint"
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -70,8 +71,7 @@ class StopRequest:
         """What the user reads, with the shell's exit code for the signal."""
         assert self.signal is not None
         return LaunchFailed(
-            f"stopped by {signal.Signals(self.signal).name} {when}; start the same command again "
-            "to go on from the newest checkpoint",
+            f"stopped by {signal.Signals(self.signal).name} {when}; {AGAIN}",
             128 + self.signal,
         )
 
@@ -105,4 +105,6 @@ class StopRequest:
 def _end_hard(code: int) -> None:
     """Ends this process and all below it, where cleaning up has not got that far."""
     end_all(spare=set())
+    name = signal.Signals(code - 128).name
+    print(f"error: stopped by {name} at once; {AGAIN}", file=sys.stderr, flush=True)
     os._exit(code)
