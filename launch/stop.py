@@ -46,12 +46,15 @@ class StopRequest:
         self._rung.setblocking(False)
         self._bell_before = signal.set_wakeup_fd(self._rung.fileno())
         threading.Thread(target=self._watch, name="signals", daemon=True).start()
+        self._hook_before = sys.unraisablehook
+        sys.unraisablehook = self._raise_again
         self._before: dict[int, Any] = {
             number: signal.signal(number, self._remember) for number in SIGNALS
         }
 
     def restore(self) -> None:
         """Signals do what they did before."""
+        sys.unraisablehook = self._hook_before
         signal.set_wakeup_fd(self._bell_before)
         self._rung.close()
         for number, handler in self._before.items():
@@ -94,6 +97,15 @@ class StopRequest:
             file=sys.stderr,
             flush=True,
         )
+
+    def _raise_again(self, lost: sys.UnraisableHookArgs) -> None:
+        """What a signal raises is lost where Python cannot raise, as in an object's end."""
+        if self.signal is None or not issubclass(lost.exc_type, KeyboardInterrupt):
+            self._hook_before(lost)
+            return
+        self.ending = False
+        main = threading.main_thread().ident
+        threading.Timer(0.1, signal.pthread_kill, (main, self.signal)).start()
 
     def _watch(self) -> None:
         while number := self._bell.recv(1):
