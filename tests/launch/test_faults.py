@@ -15,7 +15,7 @@ from tests.launch.hosts import Hosts
 PATIENCE_SECONDS = 240
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def hosts():
     hosts = Hosts(("a", "b"), cpus=2)
     yield hosts
@@ -96,11 +96,6 @@ def config(config_path):
     tree["checkpoint"] = {"every_steps": 3}
     config_path.write_text(yaml.safe_dump(tree))
     return config_path
-
-
-def test_the_network_cut_is_real_where_it_can_be(hosts):
-    """Says in the test's output which of the two ways of making hosts is tested."""
-    print("network namespaces" if hosts.separate else "processes on one address")
 
 
 def compare_with_unbroken(config, run_dir, last):
