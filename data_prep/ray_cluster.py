@@ -11,9 +11,11 @@ import logging
 import os
 import secrets
 import shutil
+import signal
 import socket
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -89,15 +91,21 @@ def _silent_stderr() -> Iterator[None]:
 
 @contextmanager
 def _sigterm_stays() -> Iterator[None]:
-    """Ray sets a handler of its own while it starts, which exits in its midst; ours stays."""
+    """Ray sets handlers of its own while it starts; ours stays.
+
+    The one in Python exits in the midst of the start, so it is never set; the one in C++ prints a
+    stack and is replaced when Ray has started.
+    """
     from ray._private import utils
 
-    before = utils.set_sigterm_handler
-    utils.set_sigterm_handler = lambda handler: None
+    setter, handler = utils.set_sigterm_handler, signal.getsignal(signal.SIGTERM)
+    utils.set_sigterm_handler = lambda _: None
     try:
         yield
     finally:
-        utils.set_sigterm_handler = before
+        utils.set_sigterm_handler = setter
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
 
 
 def _join(address: str, env: Mapping[str, str], settings: Mapping[str, Any]) -> None:

@@ -19,7 +19,8 @@ from typing import Any
 from launch.descendants import end_all
 from launch.errors import LaunchFailed
 
-CLEAN_UP_SECONDS = 12.0
+CLEAN_UP_SECONDS = 10.0
+AGAIN = "start the same command again to go on from the newest checkpoint"
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -45,12 +46,15 @@ class StopRequest:
         self._rung.setblocking(False)
         self._bell_before = signal.set_wakeup_fd(self._rung.fileno())
         threading.Thread(target=self._watch, name="signals", daemon=True).start()
+        self._hook_before = sys.unraisablehook
+        sys.unraisablehook = self._raise_again
         self._before: dict[int, Any] = {
             number: signal.signal(number, self._remember) for number in SIGNALS
         }
 
     def restore(self) -> None:
         """Signals do what they did before."""
+        sys.unraisablehook = self._hook_before
         signal.set_wakeup_fd(self._bell_before)
         self._rung.close()
         for number, handler in self._before.items():
@@ -70,8 +74,7 @@ class StopRequest:
         """What the user reads, with the shell's exit code for the signal."""
         assert self.signal is not None
         return LaunchFailed(
-            f"stopped by {signal.Signals(self.signal).name} {when}; start the same command again "
-            "to go on from the newest checkpoint",
+            f"stopped by {signal.Signals(self.signal).name} {when}; {AGAIN}",
             128 + self.signal,
         )
 
@@ -95,6 +98,15 @@ class StopRequest:
             flush=True,
         )
 
+    def _raise_again(self, lost: sys.UnraisableHookArgs) -> None:
+        """What a signal raises is lost where Python cannot raise, as in an object's end."""
+        if self.signal is None or not issubclass(lost.exc_type, KeyboardInterrupt):
+            self._hook_before(lost)
+            return
+        self.ending = False
+        main = threading.main_thread().ident
+        threading.Timer(0.1, signal.pthread_kill, (main, self.signal)).start()
+
     def _watch(self) -> None:
         while number := self._bell.recv(1):
             if number[0] in SIGNALS and not self._handled.wait(CLEAN_UP_SECONDS):
@@ -105,4 +117,6 @@ class StopRequest:
 def _end_hard(code: int) -> None:
     """Ends this process and all below it, where cleaning up has not got that far."""
     end_all(spare=set())
+    name = signal.Signals(code - 128).name
+    print(f"error: stopped by {name} at once; {AGAIN}", file=sys.stderr, flush=True)
     os._exit(code)

@@ -74,7 +74,11 @@ def train(
             for line in describe(nodes, request, choices.bind):
                 tell(line)
             record = Record(plan.run_dir)
-            Supervisor(plan, nodes, choices.limits, stop, record, tell).run()
+            try:
+                Supervisor(plan, nodes, choices.limits, stop, record, tell).run()
+            except KeyboardInterrupt:
+                record.ended("stopped")
+                raise
         finally:
             stop.ending = True
             nodes.close()

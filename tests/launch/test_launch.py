@@ -1,4 +1,3 @@
-import json
 import os
 import signal
 import subprocess
@@ -97,24 +96,6 @@ def test_check_request_accepts_what_fits(config_path):
 
 
 @pytest.mark.slow
-def test_two_workers_train_and_a_second_launch_finds_it_complete(start, config_path, tmp_path):
-    process = start(config_path, "--cpu-workers", "2")
-    output, _ = process.communicate(timeout=240)
-    assert process.returncode == 0, output
-    steps = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
-    assert [s["step"] for s in steps if "loss" in s] == [1, 2, 3, 4, 5, 6]
-    assert (tmp_path / "run" / "checkpoints" / "step-00000006" / "checkpoint.json").is_file()
-    assert "pid=" not in output  # of Ray's own
-    assert "rank 0: step 6/6" in output
-    for rank in (0, 1):
-        assert (tmp_path / "run" / "logs" / f"rank-{rank:05d}.log").is_file()
-    assert not folders_of(process)
-    assert {p.name for p in tmp_path.iterdir()} == {"run", "run.yaml"}
-    again, _ = start(config_path, "--cpu-workers", "2").communicate(timeout=240)
-    assert "is complete: step 6/6" in again
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "to_group"),
     [(signal.SIGINT, True), (signal.SIGKILL, False)],
@@ -135,6 +116,11 @@ def test_a_stopped_launch_leaves_no_process(start, config_path, tmp_path, number
         assert output.splitlines()[-1].startswith(f"error: stopped by {number.name} after a")
         newest = (tmp_path / "run" / "checkpoints" / "latest").read_text().strip()
         assert f"rank 0: saved {tmp_path}/run/checkpoints/{newest}" in output
+        assert "pid=" not in output  # of Ray's own
+        assert "rank 0: step 1/" in output
+        for rank in (0, 1):
+            assert (tmp_path / "run" / "logs" / f"rank-{rank:05d}.log").is_file()
+        assert {p.name for p in tmp_path.iterdir()} == {"run", "run.yaml"}
     # After SIGKILL of the launcher Ray notices by itself; its agents take a minute.
     _, alive = psutil.wait_procs(family, timeout=90)
     assert not alive
@@ -145,7 +131,7 @@ def test_a_stopped_launch_leaves_no_process(start, config_path, tmp_path, number
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seconds", [1.0, 3.0, 6.0, 10.0])
+@pytest.mark.parametrize("seconds", [3.0, 8.0])
 def test_ctrl_c_while_it_starts_leaves_no_process(start, config_path, seconds):
     """Whatever it is doing then, which on a busy machine is something earlier."""
     process = start(config_path, "--cpu-workers=2", "training.total_steps=100000")

@@ -38,6 +38,20 @@ def test_without_ranks_it_ends_at_once_and_once(stop, number):
     assert f"stopped by {number.name} at once; start the same command again" in str(failure)
 
 
+def test_what_is_raised_where_python_cannot_raise_comes_again(stop):
+    class Ends:
+        def __del__(self):
+            signal.raise_signal(signal.SIGTERM)
+
+    def end_one_and_wait():
+        Ends()
+        time.sleep(30)
+
+    with pytest.raises(KeyboardInterrupt):
+        end_one_and_wait()
+    assert stop.ending
+
+
 def test_waiting_ends():
     stop = StopRequest(0.0)
     try:

@@ -72,6 +72,7 @@ def test_first_moments_of_a_killed_run_are_no_foreign_files(
     run_dir.mkdir()
     (run_dir / ".lock").touch()
     (run_dir / "config.yaml.123.tmp").write_text("run_dir:")
+    (run_dir / "logs").mkdir()  # the launcher's
     config = load_config(write_config(settings))
     assert find_start(config, read_manifest(config.data.dataset)).step == 0
 
