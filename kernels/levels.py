@@ -6,6 +6,8 @@ l-1 of t is set. So the past of t is cut into one block for each set bit of t, n
 smallest, and the state of a row of T tokens has (T-1).bit_length() + 1 levels.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -81,3 +83,10 @@ def _carry_by_rows(levels: Tensor, position: Tensor) -> Tensor:
         carried[rows, :, target] = levels[rows, :, : target + 1].sum(2)
         carried[rows, :, :target] = 0
     return carried
+
+
+def blocks(position: int) -> Iterator[tuple[int, int]]:
+    """(level, first token) of the blocks that the token at `position` sees before itself."""
+    for i in range(position.bit_length()):
+        if position >> i & 1:
+            yield i + 1, (position >> (i + 1)) << (i + 1)

@@ -14,9 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.chunk_tiles import sum_to_end
-from kernels.levels import bit_length, carry, level
+from kernels.levels import bit_length, blocks, carry, level
 from kernels.log_linear_gated_delta.pair_plan import PAIR_CHUNK
-from kernels.log_linear_ssd.state_terms import blocks
 from kernels.state import FenwickState
 
 

@@ -12,7 +12,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from kernels.log_linear_ssd.launch import launch_variant
+from kernels.launching import launch_variant
 
 
 @dataclass(frozen=True)

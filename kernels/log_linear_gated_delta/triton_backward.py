@@ -15,6 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
+from kernels.launching import scratch
 from kernels.log_linear_gated_delta.launch import PairShape
 from kernels.log_linear_gated_delta.pair_plan import PairPlan
 from kernels.log_linear_gated_delta.triton_forward import KeptPairs, carried_queries
@@ -32,7 +33,6 @@ from kernels.log_linear_gated_delta.triton_nodes import (
     pair_sum_kernel,
     pair_walk_kernel,
 )
-from kernels.log_linear_ssd.launch import scratch
 
 
 def pair_backward(

@@ -20,7 +20,7 @@ from kernels.log_linear_gated_delta.triton_tiles import (
     tile_at,
     unit_lower_inverse,
 )
-from kernels.log_linear_ssd.triton_tiles import bit_length, decay_over
+from kernels.triton_levels import bit_length, decay_over
 
 
 @triton.jit(do_not_specialize=["NC", "H", "L"])

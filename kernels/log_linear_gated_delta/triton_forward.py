@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.launching import split, split_size
 from kernels.log_linear_gated_delta.launch import PairShape
 from kernels.log_linear_gated_delta.pair_plan import PairPlan
 from kernels.log_linear_gated_delta.triton_chunk import (
@@ -36,8 +37,7 @@ from kernels.log_linear_gated_delta.triton_tree import (
     pair_query_kernel,
     pair_weights_kernel,
 )
-from kernels.log_linear_ssd.launch import split, split_size
-from kernels.log_linear_ssd.triton_tiles import bit_length
+from kernels.triton_levels import bit_length
 
 
 class KeptPairs(NamedTuple):

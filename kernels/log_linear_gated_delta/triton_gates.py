@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from kernels.log_linear_gated_delta.triton_tiles import gate_totals, pair_chunk_row
-from kernels.log_linear_ssd.triton_tiles import bit_length, decay_over
+from kernels.triton_levels import bit_length, decay_over
 
 
 @triton.jit(do_not_specialize=["NC", "H", "L", "NL"])

@@ -26,7 +26,7 @@ from kernels.log_linear_gated_delta.triton_tiles import (
     store_scaled,
     tile_at,
 )
-from kernels.log_linear_ssd.triton_tiles import same_block, selectors_transposed
+from kernels.triton_levels import same_block, selectors_transposed
 
 
 @triton.jit(do_not_specialize=["NC", "H", "G"])

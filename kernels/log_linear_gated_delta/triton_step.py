@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.log_linear_gated_delta.pending_state import PENDING, PendingFenwickState
-from kernels.log_linear_ssd.triton_tiles import bit_length
+from kernels.triton_levels import bit_length
 
 STEP_TILE = 8192
 """Elements of a state that a program holds at a time."""

@@ -1,13 +1,13 @@
 """What the gated delta rule's Triton kernels share: loads, decay inside a chunk, the WY inverse.
 
-A chunk has 64 slots. The weight of a pair of slots, lambda times decay, is kept compact as in
-log-linear SSD (kernels/log_linear_ssd/triton_tiles.py), whose half of a chunk is a chunk here.
+A chunk has 64 slots. The weight of a pair of slots, lambda times decay, is kept compact
+(kernels/triton_levels.py).
 """
 
 import triton
 import triton.language as tl
 
-from kernels.log_linear_ssd.triton_tiles import same_block, selectors, selectors_transposed
+from kernels.triton_levels import same_block, selectors, selectors_transposed
 
 
 @triton.jit

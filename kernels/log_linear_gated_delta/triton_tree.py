@@ -18,7 +18,7 @@ from kernels.log_linear_gated_delta.triton_tiles import (
     pair_chunk_row,
     tile_at,
 )
-from kernels.log_linear_ssd.triton_tiles import bit_length
+from kernels.triton_levels import bit_length
 
 
 @triton.jit(do_not_specialize=["NC", "H", "BEGIN"])

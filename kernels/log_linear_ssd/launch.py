@@ -13,6 +13,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from kernels.launching import launch_variant
+
 PROGRAMS_WANTED = 264
 """Programs that fill the largest GPU twice; with fewer, a program takes fewer heads."""
 
@@ -32,31 +34,6 @@ class Way:
     def compiler(self) -> dict[str, int]:
         """Options of Triton's compiler. num_stages is the pipelining of loops without their own."""
         return {"num_warps": self.warps, "num_stages": self.loop_stages or 3}
-
-
-def launch_variant(
-    compiled: dict[tuple[Any, ...], Any],
-    options: dict[str, int],
-    kernel: Any,
-    grid: tuple[int, int, int],
-    args: tuple[Any, ...],
-    constants: dict[str, Any],
-) -> None:
-    """kernel[grid](*args, **constants, **options); later calls take the variant compiled then.
-
-    Triton decides at every call which compiled variant fits its arguments; that costs more than a
-    small kernel runs. Here the owner of `compiled` fixes sizes, dtypes and the alignment of every
-    buffer, so after the first call the variant is known.
-    """
-    key = (kernel, *options.values(), *constants.values())
-    variant = compiled.get(key)
-    if variant is None:
-        compiled[key] = kernel[grid](*args, **constants, **options)
-        return
-    # As addresses: for a tensor Triton's launcher asks the driver whether the device can reach it,
-    # for every argument of every call.
-    plain = [x.data_ptr() if type(x) is Tensor else x for x in args]
-    variant[grid](*plain, *constants.values())
 
 
 # Measured on an H200 at B=2, T=16384, H=48, K=128, V=64 in bf16, with torch 2.11 and Triton 3.6.
@@ -187,23 +164,3 @@ def descriptor(x: Tensor, columns: int, rows: int, block_columns: int) -> Tensor
     outside."""
     shape = [x.numel() // columns, columns]
     return TensorDescriptor(x, shape, [columns, 1], [rows, block_columns])
-
-
-def scratch(device: torch.device, *sizes: int) -> tuple[Tensor, ...]:
-    """Flat fp32 buffers from one allocation: a dozen of them would cost more than some kernels."""
-    return split(torch.empty(split_size(*sizes), device=device, dtype=torch.float32), *sizes)
-
-
-def split(buffer: Tensor, *sizes: int) -> tuple[Tensor, ...]:
-    """Parts of a buffer of split_size(*sizes) elements, each at least as large as asked for and
-    aligned as the kernels were compiled for."""
-    return buffer.split([_aligned(size) for size in sizes])
-
-
-def split_size(*sizes: int) -> int:
-    """Elements that `split` needs."""
-    return sum(_aligned(size) for size in sizes)
-
-
-def _aligned(size: int) -> int:
-    return -(-size // 64) * 64

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kernels.levels import bit_length, carry, level
+from kernels.levels import bit_length, blocks, carry, level
 from kernels.state import FenwickState
 
 
@@ -96,13 +96,6 @@ def final_state(
         empty = v.new_zeros(v.shape[1], k.shape[2], v.shape[2], dtype=torch.float32)
         states.append(torch.stack([empty if x is None else x for x in by_level], dim=1))
     return FenwickState(torch.stack(states), positions + torch.tensor(lengths))
-
-
-def blocks(position: int) -> Iterator[tuple[int, int]]:
-    """(level, first token) of the blocks that the token at `position` sees before itself."""
-    for i in range(position.bit_length()):
-        if position >> i & 1:
-            yield i + 1, (position >> (i + 1)) << (i + 1)
 
 
 def _flat(x: Tensor) -> Tensor:

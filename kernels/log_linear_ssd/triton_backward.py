@@ -23,21 +23,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.log_linear_ssd.launch import Shape, descriptor, scratch
+from kernels.launching import scratch
+from kernels.log_linear_ssd.launch import Shape, descriptor
 from kernels.log_linear_ssd.triton_forward import Kept
 from kernels.log_linear_ssd.triton_gates import gates_kernel
 from kernels.log_linear_ssd.triton_nodes import down_kernel, node_kernel, query_kernel, split_kernel
-from kernels.log_linear_ssd.triton_tiles import (
-    chunk_row,
-    load_keys,
-    load_node,
-    load_values,
-    same_block,
-    selectors,
-    selectors_transposed,
-    weigh,
-)
+from kernels.log_linear_ssd.triton_tiles import chunk_row, load_keys, load_node, load_values, weigh
 from kernels.tree_plan import CHUNK, GROUP, Room, TreePlan
+from kernels.triton_levels import same_block, selectors, selectors_transposed
 
 
 @triton.jit(do_not_specialize=["NC", "H", "G", "HG"])

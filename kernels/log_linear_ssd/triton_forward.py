@@ -16,20 +16,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.log_linear_ssd.launch import Shape, descriptor, scratch, split, split_size
+from kernels.launching import scratch, split, split_size
+from kernels.log_linear_ssd.launch import Shape, descriptor
 from kernels.log_linear_ssd.triton_tiles import (
-    bit_length,
     chunk_row,
-    decay_over,
     load_keys,
     load_node,
     load_values,
     running_totals,
-    same_block,
-    selectors,
     weigh,
 )
 from kernels.tree_plan import CHUNK, GROUP, Room, TreePlan
+from kernels.triton_levels import bit_length, decay_over, same_block, selectors
 
 
 class Kept(NamedTuple):

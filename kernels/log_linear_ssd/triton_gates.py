@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-from kernels.log_linear_ssd.triton_tiles import bit_length, chunk_row, decay_over, running_totals
+from kernels.log_linear_ssd.triton_tiles import chunk_row, running_totals
+from kernels.triton_levels import bit_length, decay_over
 
 
 @triton.jit(do_not_specialize=["NC", "H", "L", "NL"])

@@ -3,13 +3,8 @@
 import triton
 import triton.language as tl
 
-from kernels.log_linear_ssd.triton_tiles import (
-    bit_length,
-    chunk_row,
-    load_keys,
-    load_node,
-    load_values,
-)
+from kernels.log_linear_ssd.triton_tiles import chunk_row, load_keys, load_node, load_values
+from kernels.triton_levels import bit_length
 
 
 @triton.jit(do_not_specialize=["NC", "H", "G", "HG", "NL"])

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.log_linear_ssd.triton_tiles import bit_length
 from kernels.state import LazyFenwickState
+from kernels.triton_levels import bit_length
 
 TILE = 8192
 """Elements of a state that a program holds at a time."""

@@ -1,24 +1,11 @@
-"""What the Triton kernels of log-linear SSD share: loads, and the weights inside a chunk.
+"""What the Triton kernels of log-linear SSD share: loads, and sums of gates.
 
-A chunk has 128 slots in two halves of 64. Slot i sees slot j < i of its own half through
-
-    weight[i, j] = far[i, j // 8] * to_block_end[j]      j in an earlier block of 8 than i
-    weight[i, j] = near[i, j % 8]                        j in i's own block of 8
-
-since the level of a pair in different blocks of 8 depends on j's block alone. far and near, 16
-numbers a slot ("compact"), are made once; a tile is two products with 0/1 matrices, which select
-columns exactly, and the same matrices transposed sum a tile's gradient to the compact form.
+A chunk has 128 slots in two halves of 64; kernels/triton_levels.py says how the weights inside a
+half are kept.
 """
 
 import triton
 import triton.language as tl
-
-
-@triton.jit
-def bit_length(x):
-    """Bit length of small non-negative int32, through the exponent of a float."""
-    exponent = (x.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 126
-    return tl.where(x == 0, 0, exponent)
 
 
 @triton.jit
@@ -47,12 +34,6 @@ def running_totals(g, C: tl.constexpr):
     middle = tl.sum(tl.where(i == 63, total, 0.0), 0)
     end = tl.sum(tl.where(i == C - 1, total, 0.0), 0)
     return total, tl.reshape(far, (C, 8)), tl.reshape(near, (C, 8)), own_end, middle, end
-
-
-@triton.jit
-def decay_over(segment):
-    """exp of a sum of gates, which is at most 0 but for rounding."""
-    return tl.exp(tl.minimum(segment, 0.0).to(tl.float32))
 
 
 @triton.jit
@@ -95,33 +76,6 @@ def load_node(X, row, vt, V: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr, D
         at = (row + tl.arange(0, KP))[:, None] * V + vt * BV + tl.arange(0, BV)[None, :]
         x = tl.load(X + at)
     return x.to(DOT)
-
-
-@triton.jit
-def selectors(dtype: tl.constexpr):
-    """far [16, 64] and near [16, 64]: compact [64, 16] @ them gives a weight for each column."""
-    row = tl.arange(0, 16)[:, None]
-    column = tl.arange(0, 64)[None, :]
-    far = (row == (column >> 3)).to(dtype)
-    near = (row == ((column & 7) + 8)).to(dtype)
-    return far, near
-
-
-@triton.jit
-def selectors_transposed(dtype: tl.constexpr):
-    """`selectors` [64, 16], built that way: a tile @ them sums to the compact form."""
-    row = tl.arange(0, 16)[None, :]
-    column = tl.arange(0, 64)[:, None]
-    far = (row == (column >> 3)).to(dtype)
-    near = (row == ((column & 7) + 8)).to(dtype)
-    return far, near
-
-
-@triton.jit
-def same_block():
-    """[64, 64]: row and column lie in the same block of 8."""
-    r = tl.arange(0, 64)
-    return (r >> 3)[:, None] == (r >> 3)[None, :]
 
 
 @triton.jit
