@@ -69,7 +69,7 @@ def choose_nodes(
     if len(fitting) < request.nodes:
         nodes = _listed(request, alive, {row["NodeID"]: row["Resources"] for row in alive})
         raise ValueError(
-            f"the cluster is too small: got {len(alive)} nodes with {request.kind}s: {nodes}; "
+            f"the cluster is too small: got {len(alive)} nodes ({request.kind}s: {nodes}); "
             f"expected {least}; ask for less or add nodes"
         )
     deadline = time.monotonic() + IN_USE_SECONDS
