@@ -39,6 +39,7 @@ class StopRequest:
         self.ending = False
         """Whether everything is being ended: no signal may keep that from its end."""
         self._deadline = 0.0
+        self._hard_end: threading.Timer | None = None
         self._handled = threading.Event()
         # Written by the C part of a signal, at once; the Python part has to wait for whatever the
         # main thread is in, which may be Ray waiting for a process that is gone.
@@ -53,7 +54,9 @@ class StopRequest:
         }
 
     def restore(self) -> None:
-        """Signals do what they did before."""
+        """Signals do what they did before; what one began is over, and nothing is ended for it."""
+        if self._hard_end is not None:
+            self._hard_end.cancel()
         sys.unraisablehook = self._hook_before
         signal.set_wakeup_fd(self._bell_before)
         self._rung.close()
@@ -86,9 +89,9 @@ class StopRequest:
         if self.requested or not self.graceful:
             self.ending = True
             self.signal = self.signal or number
-            timer = threading.Timer(CLEAN_UP_SECONDS, _end_hard, (128 + number,))
-            timer.daemon = True
-            timer.start()
+            self._hard_end = threading.Timer(CLEAN_UP_SECONDS, _end_hard, (128 + number,))
+            self._hard_end.daemon = True
+            self._hard_end.start()
             raise KeyboardInterrupt
         self.signal = number
         self._deadline = time.monotonic() + self.seconds

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from launch import stop as stop_module
 from launch.stop import StopRequest
 
 
@@ -67,6 +68,18 @@ def test_afterwards_signals_do_what_they_did():
     before = signal.getsignal(signal.SIGTERM)
     StopRequest(1.0).restore()
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_what_has_ended_in_time_is_not_ended_again(monkeypatch):
+    ended = []
+    monkeypatch.setattr(stop_module, "CLEAN_UP_SECONDS", 0.2)
+    monkeypatch.setattr(stop_module, "_end_hard", ended.append)
+    stop = StopRequest(1.0)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGTERM)
+    stop.restore()
+    time.sleep(0.5)
+    assert not ended
 
 
 # The main thread is in C code that no Python handler interrupts, as Ray's may be; so is a child.
