@@ -182,7 +182,7 @@ def _start_private(
     import ray
 
     for attempt in range(START_ATTEMPTS):
-        # Parts of Ray Train look for "the" cluster of this machine and would meet another one.
+        # Parts of Ray look for "the" cluster of this machine and would meet another one.
         port = _free_port()
         os.environ["RAY_GCS_SERVER_PORT"] = str(port)
         try:
@@ -201,6 +201,8 @@ def _start_private(
             if PORT_CLASH not in str(error) or attempt + 1 == START_ATTEMPTS:
                 raise
             ray.shutdown()
+        finally:
+            os.environ.pop("RAY_GCS_SERVER_PORT")  # a Ray that is started from here has its own
 
 
 def _check_answers(address: str) -> None:

@@ -21,3 +21,4 @@ def test_what_ray_prints_while_it_shuts_down_is_dropped(
         print("inside", file=sys.stderr)
     print("after", file=sys.stderr)
     assert capfd.readouterr().err == "inside\nafter\n"
+    assert "RAY_GCS_SERVER_PORT" not in os.environ  # of another Ray that is started from here
