@@ -67,13 +67,14 @@ def test_a_unit_whose_process_is_killed_runs_again(model_dir, source_folder, tmp
     )
     killed = None
     while killed is None and process.poll() is None:
-        time.sleep(0.1)
-        for child in psutil.Process(process.pid).children(recursive=True):
-            # It has the unit's name from before it imports torch.
-            with contextlib.suppress(psutil.Error):
+        time.sleep(0.05)
+        with contextlib.suppress(psutil.Error):  # what ends while we look
+            for child in psutil.Process(process.pid).children(recursive=True):
+                # It has the unit's name from before it imports torch.
                 if "_run_there" in " ".join(child.cmdline()):
                     child.kill()
                     killed = child
+                    break
     _, error = process.communicate(timeout=250)
     assert killed is not None, error
     assert process.returncode == 0, error
