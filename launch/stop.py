@@ -89,9 +89,10 @@ class StopRequest:
         if self.requested or not self.graceful:
             self.ending = True
             self.signal = self.signal or number
-            self._hard_end = threading.Timer(CLEAN_UP_SECONDS, _end_hard, (128 + number,))
-            self._hard_end.daemon = True
-            self._hard_end.start()
+            if self._hard_end is None:  # the first signal's time counts
+                self._hard_end = threading.Timer(CLEAN_UP_SECONDS, _end_hard, (128 + number,))
+                self._hard_end.daemon = True
+                self._hard_end.start()
             raise KeyboardInterrupt
         self.signal = number
         self._deadline = time.monotonic() + self.seconds

@@ -39,7 +39,12 @@ def test_without_ranks_it_ends_at_once_and_once(stop, number):
     assert f"stopped by {number.name} at once; start the same command again" in str(failure)
 
 
-def test_what_is_raised_where_python_cannot_raise_comes_again(stop):
+def test_what_is_raised_where_python_cannot_raise_comes_again(monkeypatch):
+    ended = []
+    monkeypatch.setattr(stop_module, "CLEAN_UP_SECONDS", 1.0)
+    monkeypatch.setattr(stop_module, "_end_hard", ended.append)
+    stop = StopRequest(100.0)
+
     class Ends:
         def __del__(self):
             signal.raise_signal(signal.SIGTERM)
@@ -51,6 +56,9 @@ def test_what_is_raised_where_python_cannot_raise_comes_again(stop):
     with pytest.raises(KeyboardInterrupt):
         end_one_and_wait()
     assert stop.ending
+    stop.restore()
+    time.sleep(1.5)
+    assert not ended  # neither by the first nor by the second
 
 
 def test_waiting_ends():
