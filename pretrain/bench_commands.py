@@ -49,7 +49,7 @@ def bench(
     micro_batch_tokens: Annotated[
         int, typer.Option(min=1, help="Of a forward pass; one row where rows are longer.")
     ] = 32768,
-    updates: Annotated[int, typer.Option(min=2, help="Updates to time.")] = 10,
+    updates: Annotated[int, typer.Option(min=1, help="Updates to time.")] = 10,
     longest: Annotated[
         bool, typer.Option("--longest", help="Also find the longest row that trains.")
     ] = False,
@@ -78,6 +78,9 @@ def bench(
     """Tokens per second, memory and where the time goes, against the length of rows; with --gpus or
     --cpu-workers weak and strong scaling, under torchrun and Ray."""
     if gpus or cpu_workers:
+        if updates < 2:
+            print_error(f"--updates is too small for scaling: got {updates}; expected at least 2")
+            raise typer.Exit(2)
         _scaling(
             partial(
                 checked_study,
