@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.dispatch import is_fake
+
 
 def launch_variant(
     compiled: dict[tuple[Any, ...], Any],
@@ -29,6 +31,14 @@ def launch_variant(
     # for every argument of every call.
     plain = [x.data_ptr() if type(x) is Tensor else x for x in args]
     variant[grid](*plain, *constants.values())
+
+
+def ready(x: Tensor) -> Tensor:
+    """x contiguous, on 16 bytes as descriptors and compiled kernels ask (a slice may not be)."""
+    x = x.contiguous()
+    if is_fake(x):
+        return x  # inductor's buffers are aligned, and a tracer has no addresses
+    return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 def scratch(device: torch.device, *sizes: int) -> tuple[Tensor, ...]:

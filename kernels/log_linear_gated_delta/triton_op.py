@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kernels.checks import check_level_count, document_lengths
 from kernels.dispatch import is_traced
+from kernels.launching import ready
 from kernels.log_linear_gated_delta.launch import PairShape
 from kernels.log_linear_gated_delta.pair_plan import (
     PAIR_CHUNK,
@@ -48,8 +49,8 @@ def log_linear_gated_delta_triton(
     """
     K, V = q.shape[3], v.shape[3]
     q, k, v = (F.pad(x, (0, -x.shape[3] % 64)) if x.shape[3] % 64 else x for x in (q, k, v))
-    q, k, v, level_weights = (_ready(x) for x in (q, k, v, level_weights))
-    g, beta = _ready(log_decay.float()), _ready(beta.float())
+    q, k, v, level_weights = (ready(x) for x in (q, k, v, level_weights))
+    g, beta = ready(log_decay.float()), ready(beta.float())
     plan_inputs = cu_seqlens, first_positions
     if is_traced(v):
         outputs = torch.ops.fenwick.log_linear_gated_delta(
@@ -63,14 +64,6 @@ def log_linear_gated_delta_triton(
             q, k, v, g, beta, level_weights, plan, NC, first_positions is not None
         )
     return o[..., :V], far[..., :K] if first_positions is not None else None
-
-
-def _ready(x: Tensor) -> Tensor:
-    """Contiguous, and on 16 bytes as compiled kernels assume (a slice of a tensor may not be)."""
-    x = x.contiguous()
-    if is_traced(x):
-        return x  # inductor's buffers are aligned, and a tracer has no addresses
-    return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 def _plan(
@@ -115,7 +108,7 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, g, beta, level_weights, *buffers = ctx.saved_tensors
-        do = _ready(grads[0])
+        do = ready(grads[0])
         dfar = _to_rows(grads[1], ctx.plan) if ctx.with_far else None
         gradients = pair_backward(
             q, k, v, g, beta, level_weights, do, dfar, buffers, ctx.plan, ctx.NC
@@ -221,7 +214,7 @@ def _gradients(
     elif dfar is None:
         dfar = v.new_zeros(*v.shape[:3], q.shape[3], dtype=torch.float32)
     gradients = torch.ops.fenwick.log_linear_gated_delta_backward(
-        *inputs, _ready(do), dfar, buffers, cu_seqlens, first_positions
+        *inputs, ready(do), dfar, buffers, cu_seqlens, first_positions
     )
     return (*gradients, None, None)
 

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.checks import check_level_count, document_lengths
-from kernels.dispatch import is_fake, is_traced
+from kernels.dispatch import is_traced
+from kernels.launching import ready
 from kernels.log_linear_ssd.launch import Shape
 from kernels.log_linear_ssd.triton_backward import backward
 from kernels.log_linear_ssd.triton_forward import Kept, forward
@@ -43,8 +44,8 @@ def log_linear_ssd_triton(
         # Triton 3.6 compiles the forward kernel wrongly for K = 256 and tiles of V below 64: it
         # reads outside memory (seen on an H200, not in the interpreter).
         v = F.pad(v, (0, -V % 64))
-    q, k, v, level_weights = (_ready(x) for x in (q, k, v, level_weights))
-    g = _ready(log_decay.float())
+    q, k, v, level_weights = (ready(x) for x in (q, k, v, level_weights))
+    g = ready(log_decay.float())
     if is_traced(v):
         outputs = torch.ops.fenwick.log_linear_ssd(
             q, k, v, g, level_weights, cu_seqlens, first_positions
@@ -53,14 +54,6 @@ def log_linear_ssd_triton(
     plan = _plan(level_weights, cu_seqlens, first_positions)
     room = Room.for_rows(v.shape[0], v.shape[1], cu_seqlens)
     return _Eager.apply(q, k, v, g, level_weights, plan, room)[..., :V]
-
-
-def _ready(x: Tensor) -> Tensor:
-    """Contiguous, and on 16 bytes as the descriptors ask (a slice of a tensor may not be)."""
-    x = x.contiguous()
-    if is_fake(x):
-        return x  # inductor's buffers are aligned, and a tracer has no addresses
-    return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 def _plan(
@@ -88,7 +81,7 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, g, level_weights, *buffers = ctx.saved_tensors
-        do = _ready(grads[0])
+        do = ready(grads[0])
         gradients = backward(q, k, v, g, level_weights, do, buffers, ctx.plan, ctx.room)
         return (*gradients, None, None)
 
@@ -174,7 +167,7 @@ def _gradients(
     # Taken once: activation checkpointing gives them out only once.
     q, k, v, g, level_weights, cu_seqlens, first_positions, *buffers = ctx.saved_tensors  # type: ignore[attr-defined]
     gradients = torch.ops.fenwick.log_linear_ssd_backward(
-        q, k, v, g, level_weights, _ready(do), buffers, cu_seqlens, first_positions
+        q, k, v, g, level_weights, ready(do), buffers, cu_seqlens, first_positions
     )
     return (*gradients, None, None)
 

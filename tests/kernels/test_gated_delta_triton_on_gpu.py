@@ -16,11 +16,11 @@ from kernels.log_linear_gated_delta import (
 )
 from kernels.log_linear_gated_delta.reference import log_linear_gated_delta_recurrence
 from kernels.state import FenwickState
+from tests.guarded_memory import guarded_memory
 
 pytestmark = pytest.mark.gpu
 NAMES = ["o", "dq", "dk", "dv", "dlog_decay", "dbeta", "dlevel_weights"]
 BOUNDS = {torch.bfloat16: 8e-3, torch.float16: 2e-3, torch.float32: 3e-5}
-GUARD = 4096
 
 
 def make_inputs(
@@ -167,28 +167,13 @@ def test_more_readers_than_one_program_sums():
 
 def test_writes_nothing_outside(monkeypatch):
     """Every buffer of the kernels lies between guard words and starts as NaN."""
-    guarded, empty = [], torch.empty
-
-    def allocate(*sizes, device=None, dtype=torch.float32):
-        count = torch.Size(sizes).numel()
-        buffer = empty(count + 2 * GUARD, dtype=dtype, device=device).fill_(torch.nan)
-        buffer[:GUARD] = buffer[-GUARD:] = 7.0
-        guarded.append(buffer)
-        return buffer[GUARD : GUARD + count].view(sizes)
-
-    def like(x, dtype=None):
-        return allocate(*x.shape, dtype=dtype or x.dtype, device=x.device)
-
     inputs = make_inputs(1, 3000, 2, 2, 128, 128, torch.bfloat16, longest=2900)
     options = {"cu_seqlens": torch.tensor([0, 60, 2960, 3000]), "backend": "triton"}
     tangent = torch.randn_like(inputs[2])
     expected = outputs_and_gradients(inputs, tangent, **options)
-    monkeypatch.setattr(torch, "empty", allocate)
-    monkeypatch.setattr(torch, "empty_like", like)
-    actual = outputs_and_gradients(inputs, tangent, **options)
-    monkeypatch.undo()
+    with guarded_memory(monkeypatch) as guarded:
+        actual = outputs_and_gradients(inputs, tangent, **options)
     assert len(guarded) >= 12
-    assert all((b[:GUARD] == 7).all() and (b[-GUARD:] == 7).all() for b in guarded)
     assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True))
 
 

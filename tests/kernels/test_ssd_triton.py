@@ -13,6 +13,7 @@ from kernels.log_linear_ssd import (
     log_linear_ssd_step_in_place,
 )
 from kernels.state import FenwickState, LazyFenwickState
+from tests.guarded_memory import guarded_memory
 
 if torch.cuda.is_available():
     pytest.skip(
@@ -20,7 +21,6 @@ if torch.cuda.is_available():
     )
 
 NAMES = ["o", "dq", "dk", "dv", "dlog_decay", "dlevel_weights"]
-GUARD = 64
 
 
 def make_inputs(B, T, *, G=1, H=2, K=16, V=16, L=None, longest=None, decay="mixed"):
@@ -119,30 +119,14 @@ def test_two_runs_give_the_same_bits():
 
 def test_reads_nothing_uninitialised_and_writes_nothing_outside(monkeypatch):
     """Every buffer of the kernels lies between guard words and starts as NaN."""
-    guarded, empty = [], torch.empty
-
-    def allocate(*sizes, device=None, dtype=torch.float32):
-        count = torch.Size(sizes).numel()
-        buffer = torch.full((count + 2 * GUARD,), torch.nan, dtype=dtype, device=device)
-        buffer[:GUARD] = buffer[-GUARD:] = 7.0
-        guarded.append(buffer)
-        return buffer[GUARD : GUARD + count].view(sizes)
-
-    def like(x):
-        return allocate(*x.shape, dtype=x.dtype)
-
     inputs = make_inputs(1, 1300, H=1, longest=1200)
     cu_seqlens = torch.tensor([0, 60, 1260, 1300])
     tangent = torch.randn_like(inputs[2])
     options = {"cu_seqlens": cu_seqlens, "backend": "triton"}
     expected = outputs_and_gradients(inputs, tangent, **options)
-    assert empty is torch.empty
-    monkeypatch.setattr(torch, "empty", allocate)
-    monkeypatch.setattr(torch, "empty_like", like)
-    actual = outputs_and_gradients(inputs, tangent, **options)
-    monkeypatch.undo()
+    with guarded_memory(monkeypatch) as guarded:
+        actual = outputs_and_gradients(inputs, tangent, **options)
     assert len(guarded) >= 12
-    assert all((b[:GUARD] == 7).all() and (b[-GUARD:] == 7).all() for b in guarded)
     assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True))
 
 

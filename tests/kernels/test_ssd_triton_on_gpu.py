@@ -13,6 +13,7 @@ from kernels.log_linear_ssd import (
     log_linear_ssd_step_in_place,
 )
 from kernels.state import FenwickState, LazyFenwickState
+from tests.guarded_memory import guarded_memory
 
 pytestmark = pytest.mark.gpu
 NAMES = ["o", "dq", "dk", "dv", "dlog_decay", "dlevel_weights"]
@@ -108,27 +109,13 @@ def test_other_dtypes(T, dtype):
 
 def test_writes_nothing_outside_its_buffers(monkeypatch):
     """Every buffer of the kernels lies between guard words and starts as NaN."""
-    guarded, guard = [], 64
-
-    def allocate(*sizes, device=None, dtype=torch.float32):
-        count = torch.Size(sizes).numel()
-        buffer = torch.full((count + 2 * guard,), torch.nan, dtype=dtype, device=device)
-        buffer[:guard] = buffer[-guard:] = 7.0
-        guarded.append(buffer)
-        return buffer[guard : guard + count].view(sizes)
-
     inputs = make_inputs(1, 3000, 1, 6, 128, 64, torch.bfloat16, longest=1649)
     options = {"cu_seqlens": torch.tensor([0, 5, 70, 1350, 1351, 3000]), "backend": "triton"}
     tangent = torch.randn_like(inputs[2])
     expected = outputs_and_gradients(inputs, tangent, **options)
-    monkeypatch.setattr(torch, "empty", allocate)
-    monkeypatch.setattr(
-        torch, "empty_like", lambda x: allocate(*x.shape, device=x.device, dtype=x.dtype)
-    )
-    actual = outputs_and_gradients(inputs, tangent, **options)
-    monkeypatch.undo()
+    with guarded_memory(monkeypatch) as guarded:
+        actual = outputs_and_gradients(inputs, tangent, **options)
     assert len(guarded) >= 12
-    assert all((b[:guard] == 7).all() and (b[-guard:] == 7).all() for b in guarded)
     assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True))
 
 

@@ -14,7 +14,7 @@ import yaml
 
 from models.weights import load_model
 from pretrain.sweep_config import load_sweep
-from pretrain.sweep_file import LOCK_NAME, read_tree
+from pretrain.sweep_file import LOCK_NAME
 from pretrain.sweep_run import (
     RESULT_NAME,
     STATE_NAME,
@@ -24,62 +24,10 @@ from pretrain.sweep_run import (
     logits_at,
     train_run,
 )
-from pretrain.sweep_table import markdown, published, summaries
+from pretrain.sweep_table import markdown, summaries
+from tests.small_sweeps import ROOT, SHIPPED, command, sweep, tree
 
-ROOT = Path(__file__).parent.parent.parent
-ALL = sorted((ROOT / "pretrain" / "configs" / "sweeps").glob("*.yaml"))
-SHIPPED = [path for path in ALL if "config" not in read_tree(path)]  # the others train whole runs
 CPU = torch.device("cpu")
-
-
-def tree(folder, **changes):
-    settings = {
-        "sweep_dir": str(folder),
-        "task": {"name": "mqar", "variant": "zoology", "vocab_size": 64},
-        "grid": {
-            "mixer": ["attention"],
-            "d_model": [16],
-            "seq_len": [16],
-            "pairs": [1, 2],
-            "peak_lr": [0.01],
-            "seed": [0, 1],
-        },
-        "model": {
-            "num_layers": 1,
-            "mlp": {"hidden_size": 0},
-            "tie_embeddings": True,
-            "mamba2": {"head_size": 16, "state_size": 16},
-            "attention": {"num_heads": 1},
-        },
-        "training": {
-            "batch_rows": 8,
-            "total_steps": 8,
-            "train_rows": 20,
-            "test_rows": 16,
-            "score_every_steps": 2,
-            "schedule": "cosine",
-        },
-    }
-    for key, value in changes.items():
-        old = settings.get(key, {})
-        settings[key] = {**old, **value} if isinstance(value, dict) else value
-    return settings
-
-
-def sweep(tmp_path, **changes):
-    path = tmp_path / "sweep.yaml"
-    path.write_text(yaml.safe_dump(tree(tmp_path / "sweep", **changes)))
-    return load_sweep(path)
-
-
-def command(*arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "pretrain", "sweep", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=280,
-    )
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
@@ -252,50 +200,6 @@ def test_workers_end_with_a_killed_sweep_and_the_same_command_goes_on(tmp_path):
         SweepRun(config, spec, states / spec.key, CPU).history.step for spec in config.runs()[:2]
     ]
     assert min(steps) >= 2
-
-
-def result(last, best, solved=None):
-    cell = {"accuracy": last, "sequence_accuracy": last / 2}
-    return {
-        "last": {"accuracy": last, "cells": [cell]},
-        "best": {"accuracy": best, "cells": [cell]},
-        "left_chance_step": 10,
-        "solved_step": solved,
-        "diverged": False,
-    }
-
-
-def test_table_has_mean_std_every_seed_and_the_share_that_solves(tmp_path):
-    config = sweep(tmp_path, grid={"pairs": [2], "seed": [0, 1, 2], "peak_lr": [0.1, 0.01]})
-    values = {0.1: (0.1, 0.2, 0.3), 0.01: (0.5, 0.9, 1.0)}
-    results = {
-        spec: result(values[spec.peak_lr][spec.seed], values[spec.peak_lr][spec.seed])
-        for spec in config.runs()
-    }
-    (row,) = summaries(config, results)
-    assert row["peak_lr"] == 0.01
-    assert row["mean"] == pytest.approx(80)
-    assert row["std"] == pytest.approx(26.458, abs=1e-3)
-    assert list(row["seeds"].values()) == [50, 90, 100]
-    assert row["solved_share"] == pytest.approx(1 / 3)
-    assert row["cells"][0]["sequence_accuracy"] == pytest.approx(40)
-    line = markdown(config, results).splitlines()[-1]
-    assert "| 80.0 (26.5) | 80.0 | 50.0 90.0 100.0 | 0.33 of 3 | 10 |" in line
-
-
-def test_published_numbers_stand_beside_their_own_arm_only():
-    shipped = {path.stem: load_sweep(path) for path in SHIPPED}
-    config = shipped["mqar-zoology"]
-    found = {published(config, spec).split(" ")[0] for spec in config.runs()}
-    assert {"46.9", "75.1", "89.6", "55.9", "76.5", "92.9", "-"} <= found
-    for spec in config.runs():
-        if spec.level_weights == "adaptive":
-            assert published(config, spec) == "-"
-    decay = shipped["mqar-adaptive-decay"]
-    with_number = {
-        (spec.pairs, spec.level_weights) for spec in decay.runs() if published(decay, spec) != "-"
-    }
-    assert with_number == {(32, "linear"), (32, "adaptive")}
 
 
 @pytest.mark.parametrize(
