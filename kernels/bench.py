@@ -69,10 +69,10 @@ def measure(op: str, peer: str, sizes: Sizes) -> Measurement:
     synchronize(device)
     peak = (_peak(device) - before) / 1e6
     forward_ms, both_ms = time_ms(forward, device), time_ms(both, device)
-    graph_ms = _graph_ms(both, device) if device.type == "cuda" else None
+    replay_ms = graph_ms(both, device) if device.type == "cuda" else None
     flops = sizes.flops if op == "ssd" else sizes.gated_delta_flops
     rate = sum(flops) / both_ms / 1e9 if peer == "fenwick" else None
-    return Measurement(peer, sizes.B, sizes.T, first, forward_ms, both_ms, graph_ms, peak, rate)
+    return Measurement(peer, sizes.B, sizes.T, first, forward_ms, both_ms, replay_ms, peak, rate)
 
 
 def time_ms(run: Callable[[], Any], device: torch.device) -> float:
@@ -223,8 +223,8 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _graph_ms(run: Callable[[], None], device: torch.device) -> float | None:
-    """The same work as one CUDA graph; None where it cannot be captured."""
+def graph_ms(run: Callable[[], None], device: torch.device) -> float | None:
+    """Median milliseconds of `run` as one CUDA graph; None where it cannot be captured."""
     stream = torch.cuda.Stream(device)
     with torch.cuda.stream(stream):
         run()
