@@ -7,9 +7,8 @@ from torch import Tensor
 
 from kernels.state import FenwickState
 
-PENDING = 8
-"""Tokens after which the changes that wait are carried out; a power of two. Of K rows of a state,
-1 / PENDING are written and PENDING read beside them by the mean step: the same at 8 and at 16."""
+PENDING = 16
+"""Tokens after which the changes that wait are carried out; a power of two."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +19,7 @@ class PendingFenwickState:
         S[l] = exp(log_scale[l]) * (levels[l] - sum_i keys[i] values[l, i]^T)
 
     over the tokens i after the level was last written: when the carry made it, or at the last
-    multiple of PENDING. So a step reads the live levels once and, but for every eighth, writes
+    multiple of PENDING. So a step reads the live levels once and, but for every sixteenth, writes
     two of them. Levels that are not live hold leftovers. All tensors are on one device and never
     move, as a CUDA graph needs.
 

@@ -85,9 +85,6 @@ def gated_delta_step_kernel(
     count = 0
     for j in tl.static_range(31):
         count += (far >> j) & 1
-    # What q reads of all levels: reduced once, after the loop.
-    seen = tl.zeros((KP, BV), tl.float32)
-    seen_changes = tl.zeros((P, BV), tl.float32)
     rest = far
     for _ in tl.range(0, count, num_stages=STAGES):
         low = rest & (-rest)
@@ -99,18 +96,16 @@ def gated_delta_step_kernel(
         changes = tl.load(held_at, mask=held_mask, other=0.0)
         base = tl.load(state + l * (K * V) + at, mask=mask, other=0.0)
         held = tl.sum(k[:, None] * base, 0) - tl.sum(k_old[:, None] * changes, 0)
+        read = tl.sum(q[:, None] * base, 0) - tl.sum(q_old[:, None] * changes, 0)
         change = beta * held
         weight = tl.load(weights + l).to(tl.float32) * tl.exp(tl.load(scales + l) + g)
-        seen += base * weight
-        seen_changes += changes * weight
-        o -= q_new * change * weight
+        o += (read - q_new * change) * weight
         if t % P == 0:
             base = _changed(base, keys, held_by, first, waiting, rows, columns, mask, K, V)
             tl.store(state + l * (K * V) + at, base - k[:, None] * change[None, :], mask=mask)
         else:
             tl.store(held_by + t % P * V + columns, change, mask=inside)
         rest = rest - low
-    o += tl.sum(q[:, None] * seen, 0) - tl.sum(q_old[:, None] * seen_changes, 0)
     new = k[:, None] * (beta * v)[None, :]
     o += tl.sum(q[:, None] * new, 0) * tl.load(weights).to(tl.float32)
     tl.debug_barrier()  # level 0 has been merged by every thread
