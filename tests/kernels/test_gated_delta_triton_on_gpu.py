@@ -125,6 +125,10 @@ def test_bf16_against_the_recurrence_itself():
     assert float((o.double() - expected).norm() / expected.norm()) < 5e-3
 
 
+def test_bf16_longer_than_one_step_of_the_gates_kernel():
+    assert_equal(make_inputs(1, 80_000, 1, 1, 64, 64, torch.bfloat16))
+
+
 def test_bf16_packed():
     ends = [5, 70, 1350, 1351, 3000]
     inputs = make_inputs(1, 3000, 6, 6, 128, 128, torch.bfloat16, longest=1649, decay="strong")

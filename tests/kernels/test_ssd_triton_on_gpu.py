@@ -82,6 +82,10 @@ def test_bf16_at_16384(decay):
     assert_equal(make_inputs(1, 16384, 1, 2, 128, 64, torch.bfloat16, decay=decay))
 
 
+def test_bf16_longer_than_one_step_of_the_gates_kernel():
+    assert_equal(make_inputs(1, 300_000, 1, 1, 64, 64, torch.bfloat16))
+
+
 def test_bf16_packed():
     ends = [5, 70, 1350, 1351, 3000]
     inputs = make_inputs(1, 3000, 1, 6, 128, 64, torch.bfloat16, longest=1649, decay="strong")
