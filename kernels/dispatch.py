@@ -16,11 +16,7 @@ Backend = Literal["auto", "reference", "chunked", "triton"]
 
 logger = logging.getLogger("kernels")
 
-NOT_SEEN_ON_A_GPU: frozenset[str] = frozenset()
-"""Right in Triton's interpreter, compiled for sm_90, never run on a GPU: "auto" leaves them out
-until `pytest -m gpu tests/kernels` has passed on one and their names are taken off this list."""
-
-_as_on_gpu: ContextVar[Literal["no", "seen", "all"]] = ContextVar("as_on_gpu", default="no")
+_as_on_gpu: ContextVar[bool] = ContextVar("as_on_gpu", default=False)
 
 
 def choose_backend(
@@ -28,8 +24,7 @@ def choose_backend(
 ) -> Backend:
     """The backend that runs `operator` on tensors of `device`.
 
-    "auto" is "triton" on a CUDA device unless there is a `triton_obstacle` or the kernels have not
-    been seen on one, else "chunked".
+    "auto" is "triton" on a CUDA device unless there is a `triton_obstacle`, else "chunked".
     ValueError for an unknown name and for "triton" where it cannot run.
     """
     if requested not in get_args(Backend):
@@ -47,26 +42,18 @@ def choose_backend(
     if requested != "auto":
         return requested
     compiling = torch.compiler.is_compiling()
-    pretended = "no" if compiling else _as_on_gpu.get()
-    seen = pretended == "all" or operator not in NOT_SEEN_ON_A_GPU
-    if pretended != "no" and triton_obstacle is None and seen:
-        return "triton"
-    obstacle = triton_obstacle is not None or not seen
-    backend: Backend = "chunked" if device.type != "cuda" or obstacle else "triton"
+    on_gpu = device.type == "cuda" or (_as_on_gpu.get() and not compiling)
+    backend: Backend = "triton" if on_gpu and triton_obstacle is None else "chunked"
     if not compiling:
         log_choice(operator, device.type, f"backend {backend}")
     return backend
 
 
 @contextmanager
-def as_on_gpu(kernels: Literal["seen", "all"] = "seen") -> Iterator[None]:
+def as_on_gpu() -> Iterator[None]:
     """Inside, "auto" is what it would be on a CUDA device, for fake tensors of whatever device:
-    PyTorch has none of a device that is not there.
-
-    Args:
-        kernels: those that have been seen on a GPU, or all that there are.
-    """
-    token = _as_on_gpu.set(kernels)
+    PyTorch has none of a device that is not there."""
+    token = _as_on_gpu.set(True)
     try:
         yield
     finally:

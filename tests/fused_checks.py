@@ -40,7 +40,7 @@ def assert_same(run: Run, inputs: Sequence[Tensor], tolerance: float = 1e-5) -> 
         for i, (a, e) in enumerate(zip(found, wanted, strict=True)):
             error = (a.double() - e).norm() / e.norm().clamp(min=1e-30)
             assert error < tolerance, f"{what} {i}: relative error {float(error):.2e}"
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, as_on_gpu("all"):
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, as_on_gpu():
         fakes = [mode.from_tensor(x) for x in inputs]
         traced = differentiated(run, fakes, None, "auto")
     for found, wanted in zip(traced, actual, strict=True):

@@ -36,7 +36,7 @@ def test_fused_model_equals_plain(mixer: Any, packed: bool, small_model: Build) 
     tokens = torch.randint(50, (1 if packed else 2, 21), generator=torch.Generator().manual_seed(0))
     cu_seqlens = torch.tensor([0, 5, 6, 21]) if packed else None
     plain, expected = loss_and_gradients(model, tokens, cu_seqlens)
-    with as_on_gpu("all"):
+    with as_on_gpu():
         fused, actual = loss_and_gradients(model, tokens, cu_seqlens)
     torch.testing.assert_close(fused, plain, rtol=1e-5, atol=1e-6)
     assert actual.keys() == expected.keys()
