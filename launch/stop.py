@@ -41,6 +41,7 @@ class StopRequest:
         self.ending = False
         """Whether everything is being ended: no signal may keep that from its end."""
         self._came = 0.0
+        self._has_raised = False
         self._deadline = 0.0
         self._hard_end: threading.Timer | None = None
         self._hard_end_due = 0.0
@@ -97,11 +98,12 @@ class StopRequest:
     def _remember(self, number: int, frame: FrameType | None) -> None:
         del frame
         self._handled.set()
-        if self.ending or (self.requested and self._is_the_same(number)):
+        if self.ending or (self.requested and not self._has_raised and self._is_the_same(number)):
             return
         if self.requested or not self.graceful:
             self.ending = True
             self.signal = self.signal or number
+            self._has_raised = True
             self._end_hard_after(CLEAN_UP_SECONDS)
             raise KeyboardInterrupt
         self.signal = number

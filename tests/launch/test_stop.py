@@ -72,7 +72,8 @@ def test_without_ranks_it_ends_at_once_and_once(stop, number):
     assert f"stopped by {number.name} at once; start the same command again" in str(failure)
 
 
-def test_what_is_raised_where_python_cannot_raise_comes_again(monkeypatch):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_what_is_raised_where_python_cannot_raise_comes_again(monkeypatch, number):
     ended = []
     monkeypatch.setattr(stop_module, "CLEAN_UP_SECONDS", 1.0)
     monkeypatch.setattr(stop_module, "_end_hard", ended.append)
@@ -80,7 +81,7 @@ def test_what_is_raised_where_python_cannot_raise_comes_again(monkeypatch):
 
     class Ends:
         def __del__(self):
-            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(number)
 
     def end_one_and_wait():
         Ends()
