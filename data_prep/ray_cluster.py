@@ -21,6 +21,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from data_prep.ray_guard import Guard
+
 ROOT = Path(__file__).resolve().parent.parent
 CONNECT_TIMEOUT_SECONDS = 5.0
 # Results are files; the store holds what tasks share. Ray's default takes 30 % of memory.
@@ -49,23 +51,29 @@ def connected(
         _check_answers(address)
     set_environment(private=address is None)
     import ray  # after the environment: Ray reads it when it is imported
+    from ray._private import utils
 
     env = {"PYTHONPATH": os.environ["PYTHONPATH"], **env}
     settings: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": log_to_driver}
     folder: Path | None = None
+    guard: Guard | None = None
     try:
         with _sigterm_stays():
             if address is None:
                 remove_stale_folders()
                 prefix = f"{FOLDER_PREFIX}{os.getpid()}-"
                 folder = Path(tempfile.mkdtemp(prefix=prefix, dir=FOLDER_PARENT))
-                _start_private(folder, cpus, env, settings)
+                guard = Guard(folder) if utils.detect_fate_sharing_support() else None
+                with _sessions_of_their_own(guard):
+                    _start_private(folder, cpus, env, settings)
             else:
                 _join(address, env, settings)
         yield folder
     finally:
         with _silent_stderr():
             ray.shutdown()
+        if guard is not None:
+            guard.close()
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -106,6 +114,35 @@ def _sigterm_stays() -> Iterator[None]:
         utils.set_sigterm_handler = setter
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)
+
+
+@contextmanager
+def _sessions_of_their_own(guard: Guard | None) -> Iterator[None]:
+    """What Ray starts leaves our process group, and the terminal's session.
+
+    A signal for the whole group (a batch system's SIGTERM, a closed terminal's SIGHUP) would end
+    Ray before what runs in it can save. The kernel ends Ray's processes with us all the same,
+    whatever ends us, and the guard what they started; where the kernel cannot, there is no guard,
+    and Ray itself needs the group for that.
+    """
+    from ray._private import services
+
+    if guard is None:
+        yield
+        return
+    names = vars(services)
+    plain = names["ConsolePopen"]
+
+    def start(*arguments: Any, **settings: Any) -> Any:
+        process = plain(*arguments, **settings, start_new_session=True)
+        guard.watch(process.pid)
+        return process
+
+    names["ConsolePopen"] = start
+    try:
+        yield
+    finally:
+        names["ConsolePopen"] = plain
 
 
 def _join(address: str, env: Mapping[str, str], settings: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -26,6 +27,7 @@ from launch.cluster import Request
 from launch.errors import LaunchFailed
 from launch.module import FLAG
 from launch.module import app as module_app
+from launch.say import complain
 from launch.stop import StopRequest
 from launch.supervisor import Limits
 from launch.training import Choices, check_request, train
@@ -158,8 +160,9 @@ def list_command(address: Address = "auto") -> None:
 def main() -> None:
     """The command line; ends the process."""
     code = run()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # nobody may be there to read it
+            stream.flush()
     os._exit(code)  # Ray's threads have crashed processes at the interpreter's end
 
 
@@ -172,7 +175,7 @@ def run() -> int:
     except (OSError, ValueError) as error:
         message, code = str(error), 2
     for line in message.splitlines():
-        print(f"error: {line}", file=sys.stderr, flush=True)
+        complain(f"error: {line}")
     return code
 
 

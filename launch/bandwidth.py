@@ -1,7 +1,7 @@
-"""`python -m launch.bandwidth BACKEND BYTES`: times an all-reduce, in a process on every node.
+"""`python -m launch.bandwidth BACKEND BYTES`: times an all-reduce between processes of a launch.
 
-The first rank prints {"seconds": of one all-reduce, "bytes_per_second": what every node sends and
-receives at that rate}: 2 (n - 1) / n of the bytes for n nodes, as nccl-tests counts it.
+The first rank prints {"seconds": of one all-reduce, "bytes_per_second": what every rank sends and
+receives at that rate}: 2 (n - 1) / n of the bytes for n ranks, as nccl-tests counts "busbw".
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ TIMEOUT = timedelta(seconds=30)
 
 def main(backend: str, size: int) -> None:
     """Measures and ends the process."""
-    device = torch.device("cuda", 0) if backend == "nccl" else torch.device("cpu")
+    local_rank = int(os.environ["LOCAL_RANK"])
+    device = torch.device("cuda", local_rank) if backend == "nccl" else torch.device("cpu")
     try:
+        if backend == "nccl":
+            torch.cuda.set_device(device)
         dist.init_process_group(backend, timeout=TIMEOUT)
         numbers = torch.ones(size // 4, device=device)
         seconds = []
@@ -34,9 +37,9 @@ def main(backend: str, size: int) -> None:
     except RuntimeError as error:
         print(f"error: {(str(error).strip().splitlines() or ['no reason given'])[0]}", flush=True)
         os._exit(1)
-    nodes, best = dist.get_world_size(), min(seconds[1:])
+    ranks, best = dist.get_world_size(), min(seconds[1:])
     if dist.get_rank() == 0:
-        rate = size * 2 * (nodes - 1) / nodes / best
+        rate = size * 2 * (ranks - 1) / ranks / best
         print(json.dumps({"seconds": best, "bytes_per_second": rate}), flush=True)
     dist.barrier()
     os._exit(0)  # gloo's threads have aborted processes whose work was done

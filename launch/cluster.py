@@ -120,6 +120,8 @@ def cluster(request: Request, address: str | None) -> Iterator[list[Mapping[str,
     set_environment(private=address is None)
     if address is None:
         _check_local_gpus(request)
+        # Where memory is short Ray would end an agent, since it knows no rank; all ranks with it.
+        os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
     cpus = max(request.workers, os.cpu_count() or 1)
     ours = no_survivors() if address is None else nullcontext()
     # Ray's workers, and what they start, would give way to everything else.

@@ -24,6 +24,8 @@ LEASE_SECONDS = 15.0
 FENCE_SECONDS = LEASE_SECONDS + 2.0
 JOIN_SECONDS = 60.0
 CALL_SECONDS = 20.0
+LAST_CALL_SECONDS = 5.0
+"""Where all ends: nobody waits for a node that may be cut off, whose lease ends its ranks."""
 LONG_POLL_SECONDS = 1.0
 PULSE_SECONDS = 2.0
 LOOK_SECONDS = 2.0
@@ -214,13 +216,14 @@ class Nodes:
         for node in self._calls.values():
             node.agent.send.remote(number)
 
-    def kill_ranks(self) -> list[Node]:
-        """Ends the ranks of all healthy nodes; returns nodes where that is not known to be so."""
+    def kill_ranks(self, seconds: float = CALL_SECONDS) -> list[Node]:
+        """Ends the ranks of all healthy nodes; returns nodes where that is not known to be so in
+        that time."""
         import ray
 
         self._calls.clear()
         answers = {node.agent.kill.remote(): node for node in self.healthy}
-        ray.wait(list(answers), num_returns=len(answers), timeout=CALL_SECONDS)
+        ray.wait(list(answers), num_returns=len(answers), timeout=seconds)
         silent = []
         for answer, node in answers.items():
             try:
@@ -248,7 +251,7 @@ class Nodes:
 
         self._closed.set()
         self._pulse.join()  # a call of Ray while it shuts down would crash the process
-        self.kill_ranks()
+        self.kill_ranks(LAST_CALL_SECONDS)
         for node in [*self.healthy, *(c.node for c in self._candidates.values())]:
             ray.kill(node.agent)
 

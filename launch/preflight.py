@@ -166,15 +166,14 @@ class Preflight:
                 )
 
     def check_network(self, nodes: Nodes, port: int | None) -> None:
-        """Connects every node to the first one, then times an all-reduce between all.
+        """Connects every node to the first one, then times an all-reduce: between all GPUs, or one
+        process of every node where none is asked for.
 
         Raises:
             NodeRefused: one cannot.
         """
         first, *others = nodes.healthy
         meeting = open_port(nodes, port)
-        if not others:
-            return
         for node in others:
             # Nothing listens there yet; being turned away at once is as good as an answer.
             why = nodes.call(node, "reaches", first.address, meeting, CONNECT_SECONDS)
@@ -184,35 +183,41 @@ class Preflight:
                     f"does not reach node {first.name}: got {why} at {first.address}:{meeting}; "
                     "expected open ports between the nodes; mend routes or firewall",
                 )
-        self._all_reduce(nodes, meeting)
+        each = self._request.gpus_per_node or 1
+        if each * len(nodes.healthy) > 1:
+            self._all_reduce(nodes, each, meeting)
 
-    def _all_reduce(self, nodes: Nodes, port: int) -> None:
-        backend = "nccl" if self._request.gpus_per_node else "gloo"
+    def _all_reduce(self, nodes: Nodes, each: int, port: int) -> None:
+        gpus = self._request.gpus_per_node
+        backend = "nccl" if gpus else "gloo"
         size = ALL_REDUCE_BYTES[backend]
+        by_rank = [node for node in nodes.healthy for _ in range(each)]
         orders = {
             node: [
                 Order(
-                    rank=rank,
+                    rank=place * each + local_rank,
                     module="launch.bandwidth",
                     arguments=(backend, str(size)),
                     environment=passed_on(os.environ)
                     | {
-                        "RANK": str(rank),
-                        "WORLD_SIZE": str(len(nodes.healthy)),
-                        "LOCAL_RANK": "0",
+                        "RANK": str(place * each + local_rank),
+                        "WORLD_SIZE": str(len(by_rank)),
+                        "LOCAL_RANK": str(local_rank),
                         "MASTER_ADDR": nodes.healthy[0].address,
                         "MASTER_PORT": str(port),
                     },
                     working_directory=os.getcwd(),
                     log=None,
                 )
+                for local_rank in range(each)
             ]
-            for rank, node in enumerate(nodes.healthy)
+            for place, node in enumerate(nodes.healthy)
         }
-        name = f"all-reduce over {backend} between {len(orders)} nodes"
-        by_rank = dict(enumerate(orders))
+        where = f"{len(orders)} {'nodes' if len(orders) > 1 else 'node'}"
+        between = f"{len(by_rank)} GPUs of {where}" if gpus else where
+        name = f"all-reduce over {backend} between {between}"
         nodes.start(orders, bind=False)
-        waiting, printed = set(by_rank), ""
+        waiting, printed = set(range(len(by_rank))), ""
         deadline = time.monotonic() + ALL_REDUCE_SECONDS
         try:
             while waiting:
@@ -252,7 +257,7 @@ def open_port(nodes: Nodes, wanted: int | None) -> int:
     return port
 
 
-def _raise_failed(news: News, by_rank: Mapping[int, Node], name: str) -> None:
+def _raise_failed(news: News, by_rank: Sequence[Node], name: str) -> None:
     for ended in news.ended:
         if ended.code:
             why = ended.message or f"exit code {ended.code}"

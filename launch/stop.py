@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and Slurm's SIGUSR1: ask the ranks for a checkpoint before everything ends.
+"""Ctrl-C, SIGTERM, SIGHUP of a closed terminal, Slurm's SIGUSR1: ranks save before all ends.
 
 start-up, between two starts   the launcher ends at once
 while ranks run                they get the signal, save and end; a second one ends at once
@@ -18,10 +18,12 @@ from typing import Any
 
 from launch.descendants import end_all
 from launch.errors import LaunchFailed
+from launch.say import complain
 
 CLEAN_UP_SECONDS = 10.0
+SAME_SECONDS = 0.5
 AGAIN = "start the same command again to go on from the newest checkpoint"
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class StopRequest:
@@ -38,8 +40,11 @@ class StopRequest:
         """Whether there are ranks that can save: the first signal is then theirs."""
         self.ending = False
         """Whether everything is being ended: no signal may keep that from its end."""
+        self._came = 0.0
+        self._has_raised = False
         self._deadline = 0.0
         self._hard_end: threading.Timer | None = None
+        self._hard_end_due = 0.0
         self._handled = threading.Event()
         # Written by the C part of a signal, at once; the Python part has to wait for whatever the
         # main thread is in, which may be Ray waiting for a process that is gone.
@@ -50,7 +55,10 @@ class StopRequest:
         self._hook_before = sys.unraisablehook
         sys.unraisablehook = self._raise_again
         self._before: dict[int, Any] = {
-            number: signal.signal(number, self._remember) for number in SIGNALS
+            number: signal.signal(number, self._remember)
+            for number in SIGNALS
+            # nohup's way to say that a closed terminal changes nothing.
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
         }
 
     def restore(self) -> None:
@@ -69,6 +77,12 @@ class StopRequest:
         return self.signal is not None
 
     @property
+    def for_ranks(self) -> int:
+        """The signal that ranks get; they know nothing of terminals."""
+        assert self.signal is not None
+        return signal.SIGTERM if self.signal == signal.SIGHUP else self.signal
+
+    @property
     def expired(self) -> bool:
         """Whether the ranks have had their time."""
         return self.requested and time.monotonic() > self._deadline
@@ -84,23 +98,37 @@ class StopRequest:
     def _remember(self, number: int, frame: FrameType | None) -> None:
         del frame
         self._handled.set()
-        if self.ending:
+        if self.ending or (self.requested and not self._has_raised and self._is_the_same(number)):
             return
         if self.requested or not self.graceful:
             self.ending = True
             self.signal = self.signal or number
-            if self._hard_end is None:  # the first signal's time counts
-                self._hard_end = threading.Timer(CLEAN_UP_SECONDS, _end_hard, (128 + number,))
-                self._hard_end.daemon = True
-                self._hard_end.start()
+            self._has_raised = True
+            self._end_hard_after(CLEAN_UP_SECONDS)
             raise KeyboardInterrupt
         self.signal = number
-        self._deadline = time.monotonic() + self.seconds
-        print(
-            f"stopping: up to {self.seconds:.0f} s for a checkpoint; once more ends at once",
-            file=sys.stderr,
-            flush=True,
-        )
+        self._came = time.monotonic()
+        self._deadline = self._came + self.seconds
+        self._end_hard_after(self.seconds + CLEAN_UP_SECONDS)
+        complain(f"stopping: up to {self.seconds:.0f} s for a checkpoint; once more ends at once")
+
+    def _end_hard_after(self, seconds: float) -> None:
+        """The end at the latest; what an earlier signal has set may only come closer."""
+        assert self.signal is not None
+        due = time.monotonic() + seconds
+        if self._hard_end is not None:
+            if due > self._hard_end_due:
+                return
+            self._hard_end.cancel()
+        self._hard_end_due = due
+        self._hard_end = threading.Timer(seconds, _end_hard, (128 + self.signal,))
+        self._hard_end.daemon = True
+        self._hard_end.start()
+
+    def _is_the_same(self, number: int) -> bool:
+        """Whether a further signal is nobody's impatience: a shell passes on the SIGHUP that its
+        jobs have got from the terminal, `timeout` signals its child and then the child's group."""
+        return number == signal.SIGHUP or time.monotonic() - self._came < SAME_SECONDS
 
     def _raise_again(self, lost: sys.UnraisableHookArgs) -> None:
         """What a signal raises is lost where Python cannot raise, as in an object's end."""
@@ -122,5 +150,5 @@ def _end_hard(code: int) -> None:
     """Ends this process and all below it, where cleaning up has not got that far."""
     end_all(spare=set())
     name = signal.Signals(code - 128).name
-    print(f"error: stopped by {name} at once; {AGAIN}", file=sys.stderr, flush=True)
+    complain(f"error: stopped by {name} at once; {AGAIN}")
     os._exit(code)

@@ -20,7 +20,7 @@ from pathlib import Path
 from launch.errors import LaunchFailed, NodeRefused
 from launch.failure import RUN_TIME_FAILURE, USER_ERROR, Failure, cause, is_cause
 from launch.node_agent import Ended
-from launch.nodes import Node, Nodes, fence
+from launch.nodes import CALL_SECONDS, LAST_CALL_SECONDS, Node, Nodes, fence
 from launch.plan import Plan
 from launch.record import Record
 from launch.stop import StopRequest
@@ -154,7 +154,8 @@ class Supervisor:
             return Failure(str(error), RUN_TIME_FAILURE, last_step(self._plan.run_dir), True)
         finally:
             self._stop.graceful = False
-            self._lost += self._nodes.kill_ranks()
+            patience = LAST_CALL_SECONDS if self._stop.requested else CALL_SECONDS
+            self._lost += self._nodes.kill_ranks(patience)
 
     def _watch(self, nodes: Sequence[Node]) -> Failure | None:
         names = self._plan.names(nodes)
@@ -171,8 +172,7 @@ class Supervisor:
                 ended += news.ended
             if self._stop.requested and not asked:
                 asked = True
-                assert self._stop.signal is not None
-                self._nodes.send(self._stop.signal)
+                self._nodes.send(self._stop.for_ranks)
             if len(ended) == len(names) and not any(end.code for end in ended):
                 self._plan.is_complete = True
                 return None
@@ -207,8 +207,7 @@ class Supervisor:
         return cause(bad, names, step)
 
     def _stopped(self, ended: Sequence[Ended]) -> Failure:
-        assert self._stop.signal is not None
-        asked = any(end.code == 128 + self._stop.signal for end in ended)
+        asked = any(end.code == 128 + self._stop.for_ranks for end in ended)
         saved = asked and self._checkpoint() is not None
         when = "after a checkpoint" if saved else "before its ranks had saved a checkpoint"
         end = self._stop.failure(when)

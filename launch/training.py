@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,6 +12,7 @@ from launch.nodes import Nodes
 from launch.plan import Plan
 from launch.preflight import Preflight
 from launch.record import Record
+from launch.say import tell
 from launch.stop import StopRequest
 from launch.supervisor import Limits, Supervisor
 from pretrain.config import RunConfig, check_batches
@@ -97,8 +97,3 @@ def describe(nodes: Nodes, request: Request, bind: bool) -> list[str]:
         shown = " ".join(f"{k}={v}" for k, v in sorted({**given, **variables}.items()))
         lines.append(f"node {node.name}: {ranks}{cpus}; {shown}")
     return lines
-
-
-def tell(line: str) -> None:
-    """A line for the user, at once."""
-    print(line, file=sys.stdout, flush=True)

@@ -82,7 +82,7 @@ def bench_config(config: RunConfig, run_dir: Path, updates: int) -> RunConfig:
     tree["training"] |= {"total_steps": updates, "branch_from": None, "time_limit_minutes": None}
     tree["schedule"] = {"kind": "constant"}
     tree["validation"] = {"every_steps": None}
-    tree["checkpoint"]["every_steps"] = updates
+    tree["checkpoint"] |= {"every_steps": updates + 1, "after_last": False}
     tree["logging"]["statistics_every_steps"] = None
     tree["batch"]["stages"] = []
     tree["profile"]["steps"] = None

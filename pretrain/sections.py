@@ -173,9 +173,9 @@ class CheckpointConfig(Section):
     """When training state is written, how much of it stays, and what may differ when it is read."""
 
     every_steps: int = Field(ge=1)
-    """Updates between checkpoints; one is also written after the last update and when a signal
-    stops the run.
-    """
+    """Updates between checkpoints; one is also written when a signal stops the run."""
+    after_last: bool = True
+    """Write one after the last update. false: for measurements, whose state nobody needs."""
     keep_last: int | None = Field(default=2, ge=1)
     """Complete checkpoints that stay; older ones are removed. null: all."""
     keep_every_steps: int | None = Field(default=None, ge=1)

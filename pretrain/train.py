@@ -169,7 +169,7 @@ def train(config_path: Path, overrides: Sequence[str], world: World) -> int:
             saver.heed(update.votes[len(REASONS) :])
             last = step == total_steps
             due = _is_due(step, config.checkpoint.every_steps) and not update.verdict.is_skipped
-            if last or due or code is not None:
+            if due or code is not None or (last and config.checkpoint.after_last):
                 save(step)
                 saved_step = step
             if last:

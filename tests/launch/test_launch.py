@@ -1,14 +1,17 @@
+import fcntl
+import json
 import os
+import pty
 import signal
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from data_prep.ray_cluster import remove_stale_folders
 from launch import __main__ as command
 from launch.cluster import Request
 from launch.training import check_request
@@ -98,10 +101,11 @@ def test_check_request_accepts_what_fits(config_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "to_group"),
-    [(signal.SIGINT, True), (signal.SIGKILL, False)],
+    [(signal.SIGINT, True), (signal.SIGTERM, True), (signal.SIGKILL, False)],
 )
 def test_a_stopped_launch_leaves_no_process(start, config_path, tmp_path, number, to_group):
-    """SIGINT goes to the whole foreground group, as a terminal sends it."""
+    """SIGINT goes to the whole foreground group, as a terminal sends it, SIGTERM as batch systems
+    may: the launch's own Ray is not in it."""
     process = start(config_path, "--cpu-workers=2", "training.total_steps=100000")
     deadline = time.monotonic() + 120
     while not (tmp_path / "run" / "log.jsonl").is_file() and time.monotonic() < deadline:
@@ -121,13 +125,37 @@ def test_a_stopped_launch_leaves_no_process(start, config_path, tmp_path, number
         for rank in (0, 1):
             assert (tmp_path / "run" / "logs" / f"rank-{rank:05d}.log").is_file()
         assert {p.name for p in tmp_path.iterdir()} == {"run", "run.yaml"}
-    # After SIGKILL of the launcher Ray notices by itself; its agents take a minute.
-    _, alive = psutil.wait_procs(family, timeout=90)
+    _, alive = psutil.wait_procs(family, timeout=30)  # the guard of the launch's own Ray is one
     assert not alive
-    if number == signal.SIGKILL:
-        assert folders_of(process)
-        remove_stale_folders()
     assert not folders_of(process)
+
+
+@pytest.mark.slow
+def test_a_launch_whose_terminal_closes_saves_and_ends(config_path, tmp_path):
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "launch", str(config_path), "--cpu-workers=2"]
+    process = subprocess.Popen(
+        [*command, "training.total_steps=100000"],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    try:
+        os.close(theirs)
+        shown = b""
+        while b"step 1/" not in shown:
+            shown += os.read(ours, 4096)  # OSError where the launch has ended
+        family = psutil.Process(process.pid).children(recursive=True)
+        os.close(ours)
+        assert process.wait(60) == 128 + signal.SIGHUP
+    finally:
+        process.kill()
+    _, alive = psutil.wait_procs(family, timeout=30)
+    assert not alive
+    assert (tmp_path / "run" / "checkpoints" / "latest").is_file()
+    assert json.loads((tmp_path / "run" / "logs" / "launch.json").read_text())["state"] == "stopped"
 
 
 @pytest.mark.slow

@@ -151,12 +151,12 @@ class Connected:
 
 @pytest.fixture
 def network(config_path):
-    """network(nodes, port): checks the network between these nodes."""
+    """network(nodes, port, gpus): checks the network between these nodes."""
     told = []
     config = load_config(config_path)
-    request = Request(nodes=2, gpus_per_node=0, cpu_workers=1)
 
-    def run(nodes, port=None):
+    def run(nodes, port=None, gpus=0):
+        request = Request(nodes=len(nodes.healthy), gpus_per_node=gpus, cpu_workers=1)
         Preflight(config, request, told.append).check_network(nodes, port)
         return told
 
@@ -174,6 +174,17 @@ def test_the_measured_bandwidth_is_printed(network):
     assert nodes.killed
     assert [e["MASTER_ADDR"] for e in nodes.environments] == ["10.0.0.1"] * 2
     assert [e["RANK"] for e in nodes.environments] == ["0", "1"]
+
+
+def test_with_gpus_all_of_them_take_part_also_on_one_node(network):
+    result = json.dumps({"seconds": 0.001, "bytes_per_second": 2.68e11})
+    news = News(lines=[(0, result)], ended=[Ended(0, 0, ""), Ended(1, 0, "")])
+    nodes = Connected(REACHABLE, [news])
+    nodes.healthy = nodes.healthy[:1]
+    line = "all-reduce over nccl between 2 GPUs of 1 node: 256 MiB in 1.0 ms, 268.00 GB/s"
+    assert network(nodes, gpus=2) == [line]
+    assert [e["LOCAL_RANK"] for e in nodes.environments] == ["0", "1"]
+    assert [e["WORLD_SIZE"] for e in nodes.environments] == ["2", "2"]
 
 
 def test_a_taken_port_and_a_cut_way_name_the_node(network):

@@ -17,7 +17,8 @@ def stop():
     stop.restore()
 
 
-def test_while_ranks_run_the_first_signal_is_theirs_and_the_second_ends(stop, capsys):
+def test_while_ranks_run_the_first_signal_is_theirs_and_the_second_ends(stop, capsys, monkeypatch):
+    monkeypatch.setattr(stop_module, "SAME_SECONDS", 0.0)
     stop.graceful = True
     os.kill(os.getpid(), signal.SIGTERM)
     assert stop.requested
@@ -29,7 +30,39 @@ def test_while_ranks_run_the_first_signal_is_theirs_and_the_second_ends(stop, ca
     assert stop.ending
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_what_signals_child_and_group_asks_once(stop):
+    """As `timeout` does."""
+    stop.graceful = True
+    for _ in range(2):
+        signal.raise_signal(signal.SIGTERM)
+    assert stop.requested
+    assert not stop.ending
+
+
+def test_a_closed_terminal_asks_once_and_ranks_hear_of_it_as_sigterm(stop, monkeypatch):
+    monkeypatch.setattr(stop_module, "SAME_SECONDS", 0.0)
+    stop.graceful = True
+    for _ in range(2):  # the shell passes on what the terminal has already told its jobs
+        signal.raise_signal(signal.SIGHUP)
+    assert stop.for_ranks == signal.SIGTERM
+    assert stop.failure("at once").code == 128 + signal.SIGHUP
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_under_nohup_a_closed_terminal_changes_nothing():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        stop = StopRequest(1.0)
+        signal.raise_signal(signal.SIGHUP)
+        stop.restore()
+        assert not stop.requested
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_without_ranks_it_ends_at_once_and_once(stop, number):
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(number)
@@ -39,7 +72,8 @@ def test_without_ranks_it_ends_at_once_and_once(stop, number):
     assert f"stopped by {number.name} at once; start the same command again" in str(failure)
 
 
-def test_what_is_raised_where_python_cannot_raise_comes_again(monkeypatch):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_what_is_raised_where_python_cannot_raise_comes_again(monkeypatch, number):
     ended = []
     monkeypatch.setattr(stop_module, "CLEAN_UP_SECONDS", 1.0)
     monkeypatch.setattr(stop_module, "_end_hard", ended.append)
@@ -47,7 +81,7 @@ def test_what_is_raised_where_python_cannot_raise_comes_again(monkeypatch):
 
     class Ends:
         def __del__(self):
-            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(number)
 
     def end_one_and_wait():
         Ends()

@@ -57,7 +57,7 @@ class FakeNodes:
     def send(self, number):
         self.signals.append(number)
 
-    def kill_ranks(self):
+    def kill_ranks(self, seconds):
         return []
 
 

@@ -202,3 +202,14 @@ def test_a_full_disk_ends_the_run_in_one_line_and_room_lets_it_go_on(
         assert (disk / "run/checkpoints/latest").read_text().strip() == "step-00000010"
     finally:
         subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_measurement_saves_nothing_after_its_last_update(
+    settings: dict[str, Any], write_config: WriteConfig, run_ranks: Any
+) -> None:
+    settings["checkpoint"] |= {"every_steps": 4, "after_last": False}
+    settings["training"]["total_steps"] = 6
+    done = run_ranks(write_config(settings))
+    assert done.exit_codes == [0], done.output
+    saved = Path(settings["run_dir"]) / "checkpoints"
+    assert sorted(path.name for path in saved.iterdir()) == ["latest", "step-00000004"]
