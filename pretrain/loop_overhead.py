@@ -43,12 +43,14 @@ class Overhead:
     bare: list[tuple[float, float]]
 
     def percent(self, clock: int) -> float:
-        """How much longer an update of ours takes, by the quietest round of each.
+        """How much longer an update of ours takes: the median of the rounds, in each of which the
+        two ran one after the other.
 
         Args:
             clock: 0 for the wall clock, 1 for CPU time: what counts where other programs run.
         """
-        return 100 * (min(r[clock] for r in self.ours) / min(r[clock] for r in self.bare) - 1)
+        pairs = zip(self.ours, self.bare, strict=True)
+        return 100 * (statistics.median(a[clock] / b[clock] for a, b in pairs) - 1)
 
 
 def measure_overhead(
