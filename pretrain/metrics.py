@@ -34,7 +34,7 @@ from pretrain.statistics import Statistics
 LOG_NAME = "log.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
 
-_WRITERS = ("tensorboard.summary.writer.event_file_writer",)
+WRITERS = ("tensorboard.summary.writer.event_file_writer",)
 
 # Dense bf16 FLOP/s, from the vendor's data sheets.
 PEAK_BF16_FLOPS = {
@@ -75,7 +75,7 @@ class Metrics:
         drop_events(events, resumed_step)
         is_new = not any(events.glob(f"*{EVENTS_SUFFIX}"))
         self._log = open(log_path, "a", encoding="utf-8")  # noqa: SIM115  # lives as long as the run
-        threading.excepthook = _thread_ended
+        threading.excepthook = thread_ended
         self._tensorboard = SummaryWriter(str(events), filename_suffix=EVENTS_SUFFIX)
         if is_new:
             self._write_settings()
@@ -250,9 +250,9 @@ class Metrics:
         self._printed_step, self._seconds_since_line, self._tokens_since_line = step, 0.0, 0
 
 
-def _thread_ended(how: threading.ExceptHookArgs) -> None:
+def thread_ended(how: threading.ExceptHookArgs) -> None:
     """As Python does, but for TensorBoard's writer: what it meets, its next call raises to us."""
-    if not (isinstance(how.exc_value, OSError) and type(how.thread).__module__ in _WRITERS):
+    if not (isinstance(how.exc_value, OSError) and type(how.thread).__module__ in WRITERS):
         threading.__excepthook__(how)
 
 
