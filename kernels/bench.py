@@ -19,7 +19,7 @@ import torch
 from rich import box
 from rich.table import Table
 
-from kernels.bench_cases import PEERS, Sizes
+from kernels.bench_cases import CAPTURABLE, PEERS, Sizes
 
 REPEAT_SECONDS = 0.3
 RESULT_LINE = "RESULT "
@@ -27,7 +27,8 @@ RESULT_LINE = "RESULT "
 
 @dataclass(frozen=True)
 class Measurement:
-    """One operator at one size; times in ms, medians; peak memory above the inputs in MB."""
+    """One operator at one size; times in ms, medians; peak memory in MB above the inputs, the
+    gradient of o among them."""
 
     operator: str
     B: int
@@ -47,12 +48,11 @@ def measure(op: str, peer: str, sizes: Sizes) -> Measurement:
     began = time.perf_counter()
     case = PEERS[peer](op, sizes)
     device = sizes.device
-    _reset_peak(device)
-    before = _allocated(device)
     o = case.run()
     tangent = torch.randn_like(o)
     leaves = list(case.inputs)
     del o
+    before = _allocated(device)
 
     def forward() -> None:
         with torch.no_grad():
@@ -69,10 +69,11 @@ def measure(op: str, peer: str, sizes: Sizes) -> Measurement:
     synchronize(device)
     peak = (_peak(device) - before) / 1e6
     forward_ms, both_ms = time_ms(forward, device), time_ms(both, device)
-    graph_ms = _graph_ms(both, device) if device.type == "cuda" else None
+    captured = device.type == "cuda" and peer in CAPTURABLE
+    replay_ms = graph_ms(both, device) if captured else None
     flops = sizes.flops if op == "ssd" else sizes.gated_delta_flops
     rate = sum(flops) / both_ms / 1e9 if peer == "fenwick" else None
-    return Measurement(peer, sizes.B, sizes.T, first, forward_ms, both_ms, graph_ms, peak, rate)
+    return Measurement(peer, sizes.B, sizes.T, first, forward_ms, both_ms, replay_ms, peak, rate)
 
 
 def time_ms(run: Callable[[], Any], device: torch.device) -> float:
@@ -223,8 +224,8 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _graph_ms(run: Callable[[], None], device: torch.device) -> float | None:
-    """The same work as one CUDA graph; None where it cannot be captured."""
+def graph_ms(run: Callable[[], None], device: torch.device) -> float | None:
+    """Median milliseconds of `run` as one CUDA graph; None where it cannot be captured."""
     stream = torch.cuda.Stream(device)
     with torch.cuda.stream(stream):
         run()

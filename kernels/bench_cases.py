@@ -194,3 +194,5 @@ PEERS: dict[str, Callable[[str, Sizes], Case]] = {
     "fla": fla,
     "sdpa": sdpa,
 }
+CAPTURABLE = frozenset(PEERS) - {"mamba_ssm", "fla"}
+"""Those that a CUDA graph can hold; a capture that fails leaves a process that cannot go on."""

@@ -5,11 +5,27 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+import torch
+
 
 @lru_cache
 def fla_is_there() -> bool:
     """Whether `import fla` would find it."""
     return find_spec("fla") is not None
+
+
+@lru_cache
+def fla_obstacle(device: torch.device) -> str | None:
+    """Why FLA's gated kernels cannot train on this CUDA device, or None: their backward pass
+    refuses Hopper with the versions of Triton that compile it wrongly (FLA's issue 640)."""
+    import triton
+
+    release = tuple(int(x) for x in triton.__version__.split("+")[0].split(".")[:3])
+    if (3, 4, 0) <= release < (3, 7, 1) and torch.cuda.get_device_capability(device)[0] == 9:
+        return (
+            f"its backward pass refuses Triton 3.4.0 to 3.7.0 on Hopper: got {triton.__version__}"
+        )
+    return None
 
 
 @lru_cache

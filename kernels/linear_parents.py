@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels.checks import document_lengths
 from kernels.dispatch import is_fake, log_choice
-from kernels.fla_library import fla_function, fla_is_there
+from kernels.fla_library import fla_function, fla_is_there, fla_obstacle
 from kernels.host_tables import on_device
 from kernels.levels import num_levels
 from kernels.log_linear_gated_delta import log_linear_gated_delta_rule
@@ -83,6 +83,8 @@ def _is_fla(library: Library, q: Tensor, k: Tensor, v: Tensor, operator: str) ->
         obstacle = f"its kernels need one of bf16, fp16: got {q.dtype, k.dtype, v.dtype}"
     elif q.shape[-1] > FLA_KEY_SIZE:
         obstacle = f"its kernels need K up to {FLA_KEY_SIZE}: got {q.shape[-1]}"
+    elif not is_fake(v):
+        obstacle = fla_obstacle(v.device)
     if library == "fla" and obstacle is not None:
         raise ValueError(f'{operator}: library="fla": {obstacle}; use library="own"')
     chosen = library == "fla" or (library == "auto" and obstacle is None)

@@ -52,3 +52,13 @@ def same_block():
     """[64, 64]: row and column lie in the same block of 8."""
     r = tl.arange(0, 64)
     return (r >> 3)[:, None] == (r >> 3)[None, :]
+
+
+@triton.jit
+def power_above(x):
+    """(p, 1 / p): the power of two above x >= 0, at least 2**-126. x / p is at most 1, so fp16
+    holds it; multiplying by either is exact."""
+    exponent = (x.to(tl.int32, bitcast=True) >> 23) + 1
+    exponent = tl.minimum(tl.maximum(exponent, 1), 253)
+    power = (exponent << 23).to(tl.float32, bitcast=True)
+    return power, ((254 - exponent) << 23).to(tl.float32, bitcast=True)

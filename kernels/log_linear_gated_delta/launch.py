@@ -38,17 +38,17 @@ HOPPER_PAIRS: dict[str, PairWay] = {
     "merge": PairWay(stages=3, columns=128),
     "weights": PairWay(warps=2),
     "query": PairWay(loop_stages=1),
-    "carry": PairWay(stages=3, columns=128),
+    "carry": PairWay(stages=2, columns=128),
     "out": PairWay(stages=3, columns=128),
     "walk": PairWay(stages=2),
-    "sum": PairWay(stages=3, columns=128),
+    "sum": PairWay(stages=2, columns=128),
     "split": PairWay(),
-    "left": PairWay(stages=2),
-    "right": PairWay(stages=2),
+    "left": PairWay(stages=3),
+    "right": PairWay(stages=3),
     "state": PairWay(stages=2),
-    "inside": PairWay(loop_stages=1),
+    "inside": PairWay(loop_stages=3),
     "values": PairWay(loop_stages=2),
-    "keys": PairWay(loop_stages=1),
+    "keys": PairWay(loop_stages=3),
     "gates": PairWay(warps=2),
 }
 # Any other GPU, and fp32: little shared memory.
@@ -106,8 +106,8 @@ class PairShape:
     @property
     def products(self) -> dict[str, Any]:
         """NODE, GRAD: operands of the large products, which are as in memory; IP their precision
-        in fp32; FINE that of the [C, C] products, which are in fp32, and of the way down the tree,
-        whose operands are TREE."""
+        in fp32; FINE that of the [C, C] products, which are in fp32, and of the way down the
+        tree."""
         bf16 = self.dtype == torch.bfloat16
         precise = "tf32" if self.dtype == torch.float16 else "tf32x3"
         return {
@@ -115,7 +115,6 @@ class PairShape:
             "GRAD": tl.bfloat16 if bf16 else tl.float32,
             "IP": precise,
             "FINE": "tf32" if bf16 else precise,
-            "TREE": tl.float32,
         }
 
     def columns(self, kernel: str) -> int:

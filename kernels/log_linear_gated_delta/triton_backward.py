@@ -49,7 +49,7 @@ def pair_backward(
     kept = KeptPairs.of(buffers[0], buffers[1], s, NC)
     carried = carried_queries(q, k, beta, s, kept, plan, NC, far)
     types, KV = s.products, s.K * (s.K + s.V)
-    GRAD, TREE, IP, FINE = types["GRAD"], types["TREE"], types["IP"], types["FINE"]
+    NODE, GRAD, IP, FINE = types["NODE"], types["GRAD"], types["IP"], types["FINE"]
     slots, tiles = NC * 64, (s.K // 64) * (s.V // 64)
 
     per_slot, matrices = s.H * slots, s.H * NC
@@ -72,12 +72,12 @@ def pair_backward(
         s.launch(
             pair_right_kernel, ((end - begin) * (s.K // 64) ** 2 * s.H, 1, 1),
             *through, NC, s.H, begin,
-            K=s.K, V=s.V, TREE=TREE, FINE=FINE, STAGES=s.table["right"].stages,
+            K=s.K, V=s.V, FINE=FINE, STAGES=s.table["right"].stages,
         )  # fmt: skip
         s.launch(
             pair_left_kernel, ((end - begin) * (KV // 4096) * s.H, 1, 1),
             *through, merged, NC, s.H, begin,
-            K=s.K, V=s.V, TREE=TREE, FINE=FINE, STAGES=s.table["left"].stages,
+            K=s.K, V=s.V, FINE=FINE, STAGES=s.table["left"].stages,
         )  # fmt: skip
 
     dkeys = _scaled(s, matrices, 64, s.K)
@@ -85,7 +85,7 @@ def pair_backward(
         pair_state_kernel, (plan.num_chunks * (s.K // 64) * s.H, 1, 1),
         k, v, beta, plan.chunks, kept.chunk_end, *dtransitions, *right_dtransitions, *dstates,
         *dkeys, NC, s.H, s.G,
-        K=s.K, V=s.V, FINE=FINE, STAGES=s.table["state"].stages,
+        K=s.K, V=s.V, NODE=NODE, FINE=FINE, STAGES=s.table["state"].stages,
     )  # fmt: skip
     dcompact, dg_inside, leaving, dbeta_values, dbeta_keys, dscores, doverlap = scratch(
         s.device, 16 * per_slot, per_slot, per_slot * (s.V // 64), per_slot * (s.V // 64),

@@ -51,10 +51,10 @@ def pair_gates_kernel(
         out = tl.where(levels == level, here[:, None], out)
     entering = tl.zeros((64,), tl.float32)
     # Mass of the pairs that begin before the chunk and end after it, summed at the end.
-    passing = tl.zeros((128,), tl.float32)
+    passing = tl.zeros((512,), tl.float32)
     tile = tl.arange(0, TILES_PADDED)
     carried = tl.zeros((TILES_PADDED,), tl.float32)
-    x128 = tl.arange(0, 128)
+    x512 = tl.arange(0, 512)
     total = total.to(tl.float32)
     nearer = 0.0
     e = c
@@ -69,8 +69,8 @@ def pair_gates_kernel(
         # Later readers of the same node, and those of what it is merged into.
         stop = tl.minimum(e + low, last + 1)
         masses = read_mass + (h * NL + j) * NC.to(tl.int64) + n - c
-        for y in range(c + 1, stop, 128):
-            passing += tl.load(masses + y + x128, mask=y + x128 < stop, other=0.0)
+        for y in range(c + 1, stop, 512):
+            passing += tl.load(masses + y + x512, mask=y + x512 < stop, other=0.0)
         merge = (h * NC.to(tl.int64) + n - c + e) * TILES + tile
         merges = (tile < TILES) & (e + low <= last)
         carried += tl.load(merged + merge, mask=merges, other=0.0)

@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 
 from kernels.log_linear_gated_delta.triton_tiles import (
+    by_rows,
+    load_raw,
     load_scaled,
     load_tokens,
     pair_chunk_row,
@@ -33,7 +35,8 @@ from kernels.triton_levels import same_block, selectors_transposed
 def pair_state_kernel(
     k_, v_, beta_, chunks, chunk_end, dtransitions, dtransition_scales, right_dtransitions,
     right_scales, dstates, dstate_scales, dkeys, dkey_scales, NC, H, G,
-    K: tl.constexpr, V: tl.constexpr, FINE: tl.constexpr, STAGES: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, NODE: tl.constexpr, FINE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """dY [H, chunks, 64, K], a tile of 64 columns."""
     h = tl.program_id(0) % H
@@ -49,9 +52,10 @@ def pair_state_kernel(
     acc = tl.zeros((64, 64), tl.float32)
     if c < last:
         for m in tl.range(0, V // 64, num_stages=STAGES):
-            v = load_tokens(v_, token, ok, h, H, m, V, 64).to(tl.float32)
-            d = load_scaled(dstates, dstate_scales, chunk + 1, kt, m, K, V)
-            acc = tl.dot(v * inserted[:, None], tl.trans(d), acc, input_precision=FINE)
+            v, rows = by_rows(load_tokens(v_, token, ok, h, H, m, V, 64).to(tl.float32), NODE)
+            d, size = load_raw(dstates, dstate_scales, chunk + 1, kt, m, K, V)
+            rows = rows * inserted * size
+            acc += tl.dot(v, tl.trans(d), input_precision=FINE) * rows[:, None]
         transition = dtransitions
         scales = dtransition_scales
         right = ((c & 1) == 1) & (c > first)
@@ -60,9 +64,10 @@ def pair_state_kernel(
             scales = right_scales
         matrix = tl.where(right, chunk, chunk + 1)
         for m in tl.range(0, K // 64, num_stages=STAGES):
-            k = load_tokens(k_, token, ok, group, G, m, K, 64).to(tl.float32)
-            d = load_scaled(transition, scales, matrix, kt, m, K, K)
-            acc = tl.dot(k * -beta[:, None], tl.trans(d), acc, input_precision=FINE)
+            k, rows = by_rows(load_tokens(k_, token, ok, group, G, m, K, 64).to(tl.float32), NODE)
+            d, size = load_raw(transition, scales, matrix, kt, m, K, K)
+            rows = rows * beta * size
+            acc -= tl.dot(k, tl.trans(d), input_precision=FINE) * rows[:, None]
     store_scaled(dkeys, dkey_scales, chunk, 0, kt, acc, 64, K, 64)
 
 
@@ -145,8 +150,8 @@ def pair_values_kernel(
     if c < last:
         for m in range(K // 64):
             y = tl.trans(tl.load(keys + chunk * (K * 64) + tile_at(m * 64, 0, 64, 64, 64)))
-            d = load_scaled(dstates, dstate_scales, chunk + 1, m, vt, K, V)
-            dvb = tl.dot(y.to(tl.float32), d, dvb, input_precision=FINE)
+            d, size = load_raw(dstates, dstate_scales, chunk + 1, m, vt, K, V)
+            dvb += tl.dot(y, d, input_precision=FINE) * size
         dvb = dvb * tl.load(chunk_end + own)[:, None]
     tl.store(leaving + part, tl.sum(dvb * v, 1) * beta)
     weights = pair_weights_transposed(compact, block_end, own)
@@ -198,8 +203,8 @@ def pair_keys_kernel(
         matrix = tl.where(right, chunk, chunk + 1)
         for m in range(K // 64):
             y = tl.trans(tl.load(keys + chunk * (K * 64) + tile_at(m * 64, 0, 64, 64, 64)))
-            d = load_scaled(transition, scales, matrix, m, kt, K, K)
-            dkb = tl.dot(-(y.to(tl.float32)), d, dkb, input_precision=FINE)
+            d, size = load_raw(transition, scales, matrix, m, kt, K, K)
+            dkb -= tl.dot(y, d, input_precision=FINE) * size
         r = tl.load(inverse + square)
         dy = load_scaled(dkeys, dkey_scales, chunk, 0, kt, 64, K)
         dk = tl.dot(r, dy, input_precision=FINE)

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from kernels.log_linear_gated_delta.triton_tiles import (
+    load_raw,
     load_scaled,
     load_tokens,
     pair_chunk_row,
@@ -162,8 +163,7 @@ def pair_split_kernel(
 def pair_left_kernel(
     merges, transitions, states, node_total, node_scale, dtransitions, dtransition_scales,
     right_dtransitions, right_scales, dstates, dstate_scales, merged, NC, H, BEGIN,
-    K: tl.constexpr, V: tl.constexpr, TREE: tl.constexpr, FINE: tl.constexpr,
-    STAGES: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, FINE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Adds to a tile of the left child's gradient what comes through the merge: M_r^T (dM, dU).
 
@@ -189,18 +189,18 @@ def pair_left_kernel(
             parent = right_dtransitions
             scales = right_scales
         for m in tl.range(0, K // 64, num_stages=STAGES):
-            a = tl.load(right + tile_at(m * 64, kt * 64, 64, 64, K)).to(TREE)
-            b = load_scaled(parent, scales, chunk + target, m, ct, K, K).to(TREE)
-            acc = tl.dot(tl.trans(a), b, acc, input_precision=FINE)
+            a = tl.load(right + tile_at(m * 64, kt * 64, 64, 64, K))
+            b, size = load_raw(parent, scales, chunk + target, m, ct, K, K)
+            acc += tl.dot(tl.trans(a), b, input_precision=FINE) * size
         acc += load_scaled(dtransitions, dtransition_scales, chunk + n, kt, ct, K, K)
         tl.debug_barrier()  # the tile's old scale has been read by every thread
         store_scaled(dtransitions, dtransition_scales, chunk + n, kt, ct, acc, K, K, 64)
     else:
         vt = ct - K // 64
         for m in tl.range(0, K // 64, num_stages=STAGES):
-            a = tl.load(right + tile_at(m * 64, kt * 64, 64, 64, K)).to(TREE)
-            b = load_scaled(dstates, dstate_scales, chunk + end, m, vt, K, V).to(TREE)
-            acc = tl.dot(tl.trans(a), b, acc, input_precision=FINE)
+            a = tl.load(right + tile_at(m * 64, kt * 64, 64, 64, K))
+            b, size = load_raw(dstates, dstate_scales, chunk + end, m, vt, K, V)
+            acc += tl.dot(tl.trans(a), b, input_precision=FINE) * size
         acc = acc * tl.exp(tl.load(node_total + h * 2 * NC.to(tl.int64) + NC + n))
         tile = (chunk + n) * (K * V) + tile_at(kt * 64, vt * 64, 64, 64, V)
         scale = tl.load(node_scale + h * 2 * NC.to(tl.int64) + n)
@@ -216,8 +216,7 @@ def pair_left_kernel(
 def pair_right_kernel(
     merges, transitions, states, node_total, node_scale, dtransitions, dtransition_scales,
     right_dtransitions, right_scales, dstates, dstate_scales, NC, H, BEGIN,
-    K: tl.constexpr, V: tl.constexpr, TREE: tl.constexpr, FINE: tl.constexpr,
-    STAGES: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, FINE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A tile of the gradient of the right child's transition: dM M_l^T + exp(total_r) dU U_l^T."""
     h = tl.program_id(0) % H
@@ -232,9 +231,9 @@ def pair_right_kernel(
     acc = tl.zeros((64, 64), tl.float32)
     state = states + (chunk + n) * (K * V)
     for m in tl.range(0, V // 64, num_stages=STAGES):
-        a = load_scaled(dstates, dstate_scales, chunk + end, kt, m, K, V).to(TREE)
-        b = tl.load(state + tile_at(ct * 64, m * 64, 64, 64, V)).to(TREE)
-        acc = tl.dot(a, tl.trans(b), acc, input_precision=FINE)
+        a, size = load_raw(dstates, dstate_scales, chunk + end, kt, m, K, V)
+        b = tl.load(state + tile_at(ct * 64, m * 64, 64, 64, V))
+        acc += tl.dot(a, tl.trans(b), input_precision=FINE) * size
     nodes = h * 2 * NC.to(tl.int64)
     acc = acc * (tl.exp(tl.load(node_total + nodes + NC + n)) * tl.load(node_scale + nodes + n))
     parent = dtransitions
@@ -244,7 +243,7 @@ def pair_right_kernel(
         scales = right_scales
     transition = transitions + (nodes + n) * (K * K)
     for m in tl.range(0, K // 64, num_stages=STAGES):
-        a = load_scaled(parent, scales, chunk + target, kt, m, K, K).to(TREE)
-        b = tl.load(transition + tile_at(ct * 64, m * 64, 64, 64, K)).to(TREE)
-        acc = tl.dot(a, tl.trans(b), acc, input_precision=FINE)
+        a, size = load_raw(parent, scales, chunk + target, kt, m, K, K)
+        b = tl.load(transition + tile_at(ct * 64, m * 64, 64, 64, K))
+        acc += tl.dot(a, tl.trans(b), input_precision=FINE) * size
     store_scaled(right_dtransitions, right_scales, chunk + n, kt, ct, acc, K, K, 64)

@@ -173,7 +173,7 @@ def _backward(
     rows = None if dfar is None else _to_rows(dfar, plan)
     inputs = (q, k, v, log_decay, beta, level_weights)
     with torch.cuda.device_of(v):
-        return list(pair_backward(*inputs, do, rows, buffers, plan, NC))
+        return list(pair_backward(*inputs, ready(do), rows, buffers, plan, NC))
 
 
 @_backward.register_fake
@@ -214,7 +214,7 @@ def _gradients(
     elif dfar is None:
         dfar = v.new_zeros(*v.shape[:3], q.shape[3], dtype=torch.float32)
     gradients = torch.ops.fenwick.log_linear_gated_delta_backward(
-        *inputs, ready(do), dfar, buffers, cu_seqlens, first_positions
+        *inputs, do, dfar, buffers, cu_seqlens, first_positions
     )
     return (*gradients, None, None)
 

@@ -11,6 +11,9 @@ from kernels.triton_levels import bit_length
 
 STEP_TILE = 8192
 """Elements of a state that a program holds at a time."""
+STEP_WARPS = 4
+STEP_STAGES = 3
+"""States that are on their way from memory while one is read."""
 
 
 @triton.jit
@@ -28,6 +31,7 @@ def gated_delta_step_kernel(
     q_, k_, v_, log_decay, beta_, level_weights, levels, log_scale, position, pending_keys,
     pending_values, o_, H, G, L,
     K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, P: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """BV columns of the states of one head."""
     bh = tl.program_id(0)
@@ -82,7 +86,7 @@ def gated_delta_step_kernel(
     for j in tl.static_range(31):
         count += (far >> j) & 1
     rest = far
-    for _ in range(count):
+    for _ in tl.range(0, count, num_stages=STAGES):
         low = rest & (-rest)
         l = bit_length(low)
         first = tl.maximum((t >> (l - 1) << (l - 1)) - window, 0) + 1
@@ -150,7 +154,7 @@ def gated_delta_step_triton(
         q.contiguous(), k.contiguous(), v.contiguous(), log_decay, beta.contiguous(),
         level_weights.contiguous(), state.levels, state.log_scale, state.position, state.keys,
         state.values, o, H, G, L,
-        K=K, KP=KP, V=V, BV=BV, P=PENDING, num_warps=4,
+        K=K, KP=KP, V=V, BV=BV, P=PENDING, STAGES=STEP_STAGES, num_warps=STEP_WARPS,
     )  # fmt: skip
     gated_delta_scale_kernel[(B,)](
         log_decay, state.log_scale, state.position, H, L, LP=triton.next_power_of_2(L), num_warps=1

@@ -7,7 +7,7 @@ A chunk has 64 slots. The weight of a pair of slots, lambda times decay, is kept
 import triton
 import triton.language as tl
 
-from kernels.triton_levels import same_block, selectors, selectors_transposed
+from kernels.triton_levels import power_above, same_block, selectors, selectors_transposed
 
 
 @triton.jit
@@ -136,16 +136,29 @@ def load_scaled(X, scales, matrix, kt, ct, ROWS: tl.constexpr, COLUMNS: tl.const
 
 
 @triton.jit
+def load_raw(X, scales, matrix, kt, ct, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The same tile as it lies in memory and the scale that belongs to it: for products, which are
+    then of 16 bits (as exact as tf32, twice as fast) and scaled afterwards."""
+    tile = (matrix * (ROWS // 64) + kt) * (COLUMNS // 64) + ct
+    at = matrix * (ROWS * COLUMNS) + tile_at(kt * 64, ct * 64, 64, 64, COLUMNS)
+    return tl.load(X + at), tl.load(scales + tile)
+
+
+@triton.jit
+def by_rows(x, NODE: tl.constexpr):
+    """x [64, N] in NODE with a power of two [64] taken out of each row, so that fp16 holds a row of
+    any size (all bits of a bf16 one)."""
+    scale, one_over = power_above(tl.max(tl.abs(x), 1))
+    return (x * one_over[:, None]).to(NODE), scale
+
+
+@triton.jit
 def store_scaled(X, scales, matrix, kt, ct, x, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
                  BN: tl.constexpr):  # fmt: skip
     """The inverse, of BN columns from column ct BN on: divided by a power of two above all |x|, so
     that fp16 holds a gradient of any size."""
-    largest = tl.max(tl.max(tl.abs(x), 1), 0)
-    exponent = (largest.to(tl.int32, bitcast=True) >> 23) + 1
-    exponent = tl.minimum(tl.maximum(exponent, 1), 253)
-    one_over = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    scale, one_over = power_above(tl.max(tl.max(tl.abs(x), 1), 0))
     at = matrix * (ROWS * COLUMNS) + tile_at(kt * 64, ct * BN, 64, BN, COLUMNS)
     tl.store(X + at, (x * one_over).to(X.dtype.element_ty))
     tile = (matrix * (ROWS // 64) + kt) * (COLUMNS // 64) + ct * (BN // 64)
-    scale = (exponent << 23).to(tl.float32, bitcast=True)
     tl.store(scales + tile + tl.arange(0, BN // 64), scale + tl.zeros((BN // 64,), tl.float32))

@@ -108,12 +108,13 @@ class Shape:
 
     @property
     def compact_dtype(self) -> torch.dtype:
-        """Weights inside a chunk: fp16 has three bits more than bf16, and they are small."""
+        """Weights inside a chunk, and gradients of nodes by scales: fp16 has three bits more than
+        bf16, and they are small."""
         return torch.float16 if self.dtype == torch.bfloat16 else torch.float32
 
     @property
     def node_dtype(self) -> torch.dtype:
-        """Nodes and their gradients in memory."""
+        """Nodes, and gradients of the states at the chunks' ends, in memory."""
         return torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float32
 
     @property
@@ -162,5 +163,9 @@ def _shape(
 def descriptor(x: Tensor, columns: int, rows: int, block_columns: int) -> TensorDescriptor:
     """A TMA descriptor of x seen as rows of `columns`: loads of [rows, block_columns], zero
     outside."""
-    shape = [x.numel() // columns, columns]
-    return TensorDescriptor(x, shape, [columns, 1], [rows, block_columns])
+    # Without its __init__, whose checks take longer than all else here; buffers are aligned.
+    found = object.__new__(TensorDescriptor)
+    found.base, found.shape = x, [x.numel() // columns, columns]
+    found.strides, found.block_shape = [columns, 1], [rows, block_columns]
+    found.padding = "zero"
+    return found

@@ -298,14 +298,16 @@ def backward(
         **sizes, HEADS=heads, TMA=tma, STAGES=s.table["query"].stages,
     )  # fmt: skip
 
-    dnodes = torch.empty(s.H * chunks * node, device=s.device, dtype=s.node_dtype)
-    (dgroups,) = scratch(s.device, s.H * plan.group_slots * node)
+    dnodes = torch.empty(s.H * chunks * node, device=s.device, dtype=s.compact_dtype)
+    dgroups, dnode_scales = scratch(
+        s.device, s.H * plan.group_slots * node, s.H * chunks * s.value_tiles
+    )
     if items := len(plan.node_items):
         tma_q = tma and s.K == s.KP
         s.launch(
             node_kernel, (items * s.H * s.value_tiles, 1, 1),
             descriptor(q, s.G * s.K, 64, s.KP) if tma_q else q, do_tiles, plan.chunks,
-            plan.node_items, kept.read_weights, kept.chunk_total, dnodes, dgroups,
+            plan.node_items, kept.read_weights, kept.chunk_total, dnodes, dnode_scales, dgroups,
             chunks, plan.group_slots, s.H, s.G, s.NL,
             **sizes, TMA_Q=tma_q, TMA=tma, STAGES=s.table["node"].stages,
         )  # fmt: skip
@@ -318,11 +320,11 @@ def backward(
     dstate = torch.empty(s.H * chunks * node, device=s.device, dtype=s.node_dtype)
     s.launch(
         down_kernel, (s.node_tiles, NG, s.H),
-        dnodes, dgroups, kept.nodes, kept.chunk_total, kept.group_total, plan.groups, dstate,
-        merged, chunks, groups, plan.group_slots,
-        SIZE=node, BLOCK=s.node_block, GROUP=GROUP,
+        dnodes, dnode_scales, dgroups, kept.nodes, kept.chunk_total, kept.group_total, plan.groups,
+        dstate, merged, chunks, groups, plan.group_slots,
+        SIZE=node, BLOCK=s.node_block, V=s.V, BV=s.BV, GROUP=GROUP,
     )  # fmt: skip
-    del dnodes, dgroups  # as large as v; dv can lie where they were
+    del dnodes, dgroups, dnode_scales  # as large as v; dv can lie where they were
 
     dv = torch.empty_like(v)
     dstate_tiles = descriptor(dstate, s.V, s.KP, s.BV) if tma else dstate

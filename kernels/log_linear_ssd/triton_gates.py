@@ -49,11 +49,12 @@ def gates_kernel(
     decay = decay_over(total)
     entering = tl.zeros((C,), tl.float32)
     # Mass of the pairs that begin before the chunk and end after it, summed at the end.
-    passing = tl.zeros((128,), tl.float32)
+    # In wide steps: at T = 131072 a node has up to 2048 masses, and each step waits for memory.
+    passing = tl.zeros((1024,), tl.float32)
     tile = tl.arange(0, TILES_PADDED)
     carried = tl.zeros((TILES_PADDED,), tl.float32)
     last = tl.load(chunks + n * 6 + 5)
-    x128 = tl.arange(0, 128)
+    x1024 = tl.arange(0, 1024)
     for j in range(NL - 1):
         if (((c >> j) & 1) == 1) & (reads > 0):  # the nearest nodes are read first
             reads -= 1
@@ -65,8 +66,8 @@ def gates_kernel(
             e = (c >> j) << j
             stop = 2 * tl.minimum(e + (1 << j), last + 1)
             masses = read_mass + ((h * NL + j) * NC.to(tl.int64) + n - c) * 2
-            for y in range(2 * c + 2, stop, 128):
-                passing += tl.load(masses + y + x128, mask=y + x128 < stop, other=0.0)
+            for y in range(2 * c + 2, stop, 1024):
+                passing += tl.load(masses + y + x1024, mask=y + x1024 < stop, other=0.0)
             merge = (h * NC.to(tl.int64) + n - c + e) * TILES + tile
             read_later = e + (1 << j) <= last
             carried += tl.load(merged + merge, mask=(tile < TILES) & read_later, other=0.0)

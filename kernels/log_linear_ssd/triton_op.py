@@ -40,9 +40,9 @@ def log_linear_ssd_triton(
             lies in its document; None for zero.
     """
     V = v.shape[3]
-    if q.shape[3] > 128 and V % 64:
-        # Triton 3.6 compiles the forward kernel wrongly for K = 256 and tiles of V below 64: it
-        # reads outside memory (seen on an H200, not in the interpreter).
+    if V % 64:
+        # Triton 3.6 compiles tiles of V below 64 wrongly for some K (256 with 96, 48 with 80): they
+        # read outside memory (seen on an H200, not in the interpreter).
         v = F.pad(v, (0, -V % 64))
     q, k, v, level_weights = (ready(x) for x in (q, k, v, level_weights))
     g = ready(log_decay.float())
@@ -132,7 +132,7 @@ def _backward(
     room = Room.for_rows(v.shape[0], v.shape[1], cu_seqlens)
     plan = _plan(level_weights, cu_seqlens, first_positions)
     with torch.cuda.device_of(v):
-        gradients = backward(q, k, v, log_decay, level_weights, do, buffers, plan, room)
+        gradients = backward(q, k, v, log_decay, level_weights, ready(do), buffers, plan, room)
     return list(gradients)
 
 
@@ -167,7 +167,7 @@ def _gradients(
     # Taken once: activation checkpointing gives them out only once.
     q, k, v, g, level_weights, cu_seqlens, first_positions, *buffers = ctx.saved_tensors  # type: ignore[attr-defined]
     gradients = torch.ops.fenwick.log_linear_ssd_backward(
-        q, k, v, g, level_weights, ready(do), buffers, cu_seqlens, first_positions
+        q, k, v, g, level_weights, do, buffers, cu_seqlens, first_positions
     )
     return (*gradients, None, None)
 

@@ -86,7 +86,7 @@ def test_bf16(T, decay):
     assert_equal(make_inputs(2, T, 6, 6, 128, 128, torch.bfloat16, decay=decay))
 
 
-@pytest.mark.parametrize("decay", ["weak", "strong"])
+@pytest.mark.parametrize("decay", ["weak", "none", "strong"])
 def test_bf16_at_16384(decay):
     assert_equal(make_inputs(1, 16384, 2, 2, 128, 128, torch.bfloat16, decay=decay))
 
@@ -123,6 +123,10 @@ def test_bf16_against_the_recurrence_itself():
     expected, _ = log_linear_gated_delta_recurrence(*[x.double() for x in inputs], state)
     o, _ = log_linear_gated_delta_rule(*inputs, backend="triton")
     assert float((o.double() - expected).norm() / expected.norm()) < 5e-3
+
+
+def test_bf16_longer_than_one_step_of_the_gates_kernel():
+    assert_equal(make_inputs(1, 80_000, 1, 1, 64, 64, torch.bfloat16))
 
 
 def test_bf16_packed():
@@ -219,7 +223,8 @@ def test_both_passes_in_a_cuda_graph():
 
     def run():
         o, _ = log_linear_gated_delta_rule(*inputs)
-        return [o, *torch.autograd.grad(o, inputs, tangent)]
+        # Detached: a graph that lives on would tie the leaves to the stream of the first run.
+        return [o.detach(), *torch.autograd.grad(o, inputs, tangent)]
 
     expected = run()
     stream = torch.cuda.Stream()

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import linear_parents
-from kernels.fla_library import fla_function
+from kernels.fla_library import fla_function, fla_obstacle
 from kernels.linear_parents import gated_delta_rule, linear_ssd
 
 
@@ -108,11 +108,29 @@ def test_fla_where_it_cannot_run_is_refused() -> None:
         linear_ssd(**x, library="fla")
 
 
+@pytest.mark.parametrize(
+    ("version", "major", "refused"),
+    [("3.6.0", 9, True), ("3.7.0", 9, True), ("3.7.1", 9, False), ("3.6.0", 10, False)],
+)
+def test_fla_is_left_out_where_its_backward_pass_refuses(
+    version: str, major: int, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("triton.__version__", version)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (major, 0))
+    fla_obstacle.cache_clear()
+    try:
+        assert (fla_obstacle(torch.device("cuda", 0)) is not None) is refused
+    finally:
+        fla_obstacle.cache_clear()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
 def test_fla_equals_our_own(delta: bool, packed: bool) -> None:
     pytest.importorskip("fla.ops")
+    if obstacle := fla_obstacle(torch.device("cuda", 0)):
+        pytest.skip(obstacle)
     x = make_inputs(1000, G=4 if delta else 1, H=4, K=64, V=64)
     for name in ("q", "k", "v"):
         x[name] = x[name].bfloat16()

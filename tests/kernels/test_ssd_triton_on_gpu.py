@@ -77,9 +77,13 @@ def test_bf16(T, decay):
     assert_equal(make_inputs(2, T, 1, 6, 128, 64, torch.bfloat16, decay=decay))
 
 
-@pytest.mark.parametrize("decay", ["weak", "strong"])
+@pytest.mark.parametrize("decay", ["weak", "none", "strong"])
 def test_bf16_at_16384(decay):
     assert_equal(make_inputs(1, 16384, 1, 2, 128, 64, torch.bfloat16, decay=decay))
+
+
+def test_bf16_longer_than_one_step_of_the_gates_kernel():
+    assert_equal(make_inputs(1, 300_000, 1, 1, 64, 64, torch.bfloat16))
 
 
 def test_bf16_packed():
@@ -146,7 +150,8 @@ def test_both_passes_in_a_cuda_graph():
 
     def run():
         o, _ = log_linear_ssd(*inputs)
-        return [o, *torch.autograd.grad(o, inputs, tangent)]
+        # Detached: a graph that lives on would tie the leaves to the stream of the first run.
+        return [o.detach(), *torch.autograd.grad(o, inputs, tangent)]
 
     expected = run()
     stream = torch.cuda.Stream()
