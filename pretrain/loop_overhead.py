@@ -7,6 +7,7 @@ take turns, so that whatever else the machine does falls on both.
 """
 
 import json
+import shutil
 import statistics
 import tempfile
 import time
@@ -74,6 +75,7 @@ def measure_overhead(
         if world.rank == 0:
             result.ours.append(_medians_of_log(run.run_dir / LOG_NAME))
         result.bare.append(_bare(run, world, device))
+    world.on_rank_0(partial(shutil.rmtree, folder, ignore_errors=True))
     return result
 
 

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -257,10 +258,12 @@ def test_bench_times_both_loops(
     settings: dict[str, Any], write_config: WriteConfig, run_ranks: Any
 ) -> None:
     config = write_config(settings)
+    left = set(Path(tempfile.gettempdir()).glob("bench-*"))
     measured = run_ranks("bench-loop", config, "--updates", "4", "--rounds", "2", ranks=2)
     assert measured.exit_codes == [0, 0], measured.output
     *_, ours, bare, overhead = measured.output.splitlines()
     assert ours.startswith("ours  median ms of an update (of CPU time), by round: ")
     assert bare.startswith("bare")
     assert overhead.endswith("% of CPU time")
+    assert set(Path(tempfile.gettempdir()).glob("bench-*")) <= left
     assert not Path(settings["run_dir"]).exists()
