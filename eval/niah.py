@@ -91,7 +91,13 @@ def check(subject: Subject, options: Options) -> None:
         draws = [draw for name in names for draw in _draws(name, length, essays, options)]
         values = (v for d in draws for v in (d.values[0][0], d.absent, *d.others))
         longest = max(len(_value_tokens(tokenizer, value)) for value in values)
-        subject.check_length("NIAH prompt with its value", budget + longest - 1)
+        room = subject.max_seq_len if subject.beyond_trained else subject.usual_length
+        if budget + longest - 1 > room:
+            raise ValueError(
+                f"NIAH value has no room after its prompt: got {options.answer_tokens} tokens to "
+                f"answer at length {length}; expected at least {length + longest - 1 - room}, as a "
+                f"value takes {longest}; use a larger --answer-tokens or a smaller --lengths"
+            )
 
 
 def _check_budget(

@@ -25,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from rich.table import Table
+from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+from tensorboard.compat.proto.event_pb2 import Event
 from torch.utils.tensorboard import SummaryWriter
 
 from eval.result import Result
@@ -189,11 +191,34 @@ def _key(entry: dict[str, Any]) -> str:
 
 def write_scalars(run: Path, step: int, results: Sequence[Result]) -> None:
     """One scalar per result at `step`, tag eval/<task>/<metric>, with the length or pairs where
-    there are several. OSError that names the folder if it cannot write there."""
+    there are several.
+
+    Checkpoints may be scored in any order, and again; a curve shows its points as they stand in the
+    file. So all points are written anew, in the order of steps, each once.
+
+    Raises:
+        OSError: it cannot be written; the message names the folder.
+    """
     folder = scalars_folder(run)
-    with _writing(folder), SummaryWriter(log_dir=str(folder)) as writer:
-        for result in results:
-            writer.add_scalar(_tag(result), result.value, step)
+    with _writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(folder):
+            old = sorted(folder.glob("events.out.tfevents.*"))
+            points = dict(point for path in old for point in _points(path))
+            points |= {(step, _tag(result)): result.value for result in results}
+            with SummaryWriter(log_dir=str(folder)) as writer:
+                for (at, tag), value in sorted(points.items()):
+                    writer.add_scalar(tag, value, at)
+            for path in old:
+                path.unlink()
+
+
+def _points(events: Path) -> Iterator[tuple[tuple[int, str], float]]:
+    """((step, tag), value) of every scalar in an event file; stops at a half-written one."""
+    for record in RawEventFileLoader(str(events)).Load():
+        event = Event.FromString(record)
+        for value in event.summary.value:
+            yield (event.step, value.tag), value.simple_value
 
 
 def _tag(result: Result) -> str:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import random
 import re
 import tempfile
 from collections import Counter
@@ -27,13 +26,12 @@ from rich.table import Table
 
 from data_prep.mqar import MQAR_VARIANTS, MqarTask
 from data_prep.selective_copy import COPY_VARIANTS, SelectiveCopyTask
-from data_prep.tokenizer import Tokenizer, train_tokenizer
 from eval import niah, wikitext
-from eval.niah_haystack import Essays
 from eval.niah_samples import RULER_TASKS
 from eval.progress import track
 from eval.result import Options, Result, Subject
 from eval.scoring import Model
+from eval.selftest_material import WINDOW, Material
 from eval.selftest_models import (
     BigramModel,
     CopyOracle,
@@ -46,10 +44,7 @@ from eval.selftest_models import (
 )
 from eval.task import find_task
 from eval.text_files import read_text
-from eval.words import ADJECTIVES, NOUNS
 
-WINDOW = 128
-VOCAB_SIZE = 700
 NIAH_LENGTH, NIAH_ANSWER, NIAH_SAMPLES = 900, 48, 3
 ROWS = 50
 CLOSED_WINDOW = 128  # tokens a pass: logits of 33,278 words stay within the allocator's reach
@@ -136,52 +131,6 @@ def table(lines: Sequence[Line]) -> Table:
             "ok" if line.holds else "WRONG",
         )
     return out
-
-
-class Material:
-    """Drawn texts in files, and a tokenizer trained on them."""
-
-    def __init__(self, folder: Path) -> None:
-        rng = random.Random(0)
-        articles = [_article(rng, title) for title in ("First Thing", "Second Thing", "Third")]
-        self.raw = "".join(articles)
-        self.raw_file = folder / "wiki.test.raw"
-        self.tokens_file = folder / "wiki.test.tokens"
-        self.essay_file = folder / "essay.txt"
-        self.text_files = [folder / f"text{i}.txt" for i in range(len(articles))]
-        essay = " ".join(_sentence(rng).capitalize() + "." for _ in range(150))
-        self.essays = Essays(essay)
-        for path, text in [
-            (self.raw_file, self.raw),
-            (self.tokens_file, self.raw),
-            (self.essay_file, essay),
-            *zip(self.text_files, articles, strict=True),
-        ]:
-            path.write_text(text, encoding="utf-8", newline="")
-        self.tokenizer = Tokenizer(train_tokenizer([self.raw, essay], VOCAB_SIZE))
-
-    def subject(self, model: Model, max_seq_len: int = WINDOW) -> Subject:
-        return Subject(
-            model=model,
-            vocab_size=self.tokenizer.vocab_size,
-            max_seq_len=max_seq_len,
-            tokenizer=self.tokenizer,
-            device="cpu",
-        )
-
-
-def _sentence(rng: random.Random) -> str:
-    return " ".join(rng.choice(NOUNS if rng.random() < 0.6 else ADJECTIVES) for _ in range(9))
-
-
-def _article(rng: random.Random, title: str) -> str:
-    """In WikiText's form, with what its detokeniser changes."""
-    lines = [" \n", f" = {title} = \n", " \n"]
-    for _ in range(6):
-        number = f"{rng.randint(1, 9)} @,@ {rng.randint(100, 999)}"
-        words = f"{_sentence(rng)} , {number} ( {_sentence(rng)} )"
-        lines += [f" {words} ; {_sentence(rng)} 's . \n", " \n"]
-    return "".join(lines)
 
 
 def _scores(task: str, subject: Subject, options: Options) -> list[Result]:

@@ -76,6 +76,9 @@ def compare(
         print_error(str(error))
         raise typer.Exit(2) from None
     typer.echo(f"{result.steps} steps in both, {result.first} to {result.last}")
+    for run, more in zip((run_a, run_b), result.beyond, strict=True):
+        if more:
+            typer.echo(f"{more} more in {run}, with nothing to compare them to")
     for name, gap in result.largest.items():
         typer.echo(f"{name:<16} largest relative difference {gap:.3g}")
     if result.difference is None:

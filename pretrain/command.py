@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from pretrain.distributed import World, start_world, stop_world
+from pretrain.distributed import World, is_lost_peer, start_world, stop_world
 from pretrain.errors import Refused, TrainingFailed
 
 Config = Annotated[Path, typer.Argument(help="YAML file of the run.")]
@@ -41,6 +41,15 @@ def on_ranks(local_rank: int | None, work: Callable[[World], int]) -> None:
         if world.rank == 0 or not getattr(error, "on_all_ranks", False):
             print_error(str(error))
         exit_code = 1
+    except RuntimeError as error:
+        if not is_lost_peer(error):
+            raise
+        # Whatever ended the other one has been told by it, or by who killed it.
+        what = f"{type(error).__name__}: {str(error).splitlines()[0].split('. ')[0]}"
+        print_error(f"rank {world.rank} lost another rank ({what}); start the same command again")
+        if world.owns_group:
+            os._exit(1)  # nobody is left to leave the group with
+        raise typer.Exit(1) from None
     stop_world(world)
     if world.owns_group:
         # The process is ours. DeepSpeed and gloo leave threads of C++ behind, and destroying them

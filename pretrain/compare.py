@@ -2,6 +2,7 @@
 
 Compared are the rows read, loss, learning rate, gradient norm and validation loss. With tolerance 0
 a run that was killed and resumed with the same number of ranks on a CPU equals the unbroken one.
+A step that a log holds twice, or lacks between others, is a difference too.
 """
 
 import json
@@ -12,6 +13,7 @@ from typing import Any
 
 from pretrain.metrics import LOG_NAME
 
+TIMES = "times in the log"
 COMPARED = ("rows", "verdict", "loss", "lr", "grad_norm", "validation_loss")
 
 
@@ -35,6 +37,8 @@ class Comparison:
     difference: Difference | None
     largest: dict[str, float]
     """Largest relative difference of every number."""
+    beyond: tuple[int, int]
+    """How many steps each run has outside the range that both have."""
 
 
 def compare_runs(a: Path, b: Path, tolerance: float = 0.0) -> Comparison:
@@ -55,15 +59,19 @@ def compare_runs(a: Path, b: Path, tolerance: float = 0.0) -> Comparison:
             "expected runs of the same steps"
         )
     difference, largest = None, dict.fromkeys(COMPARED[2:], 0.0)
-    for step in common:
+    between = range(common[0], common[-1] + 1)
+    for step in between:
+        x, y = left.get(step, {TIMES: 0}), right.get(step, {TIMES: 0})
+        if difference is None and (x[TIMES], y[TIMES]) != (1, 1):
+            difference = Difference(step, TIMES, x[TIMES], y[TIMES])
         for name in COMPARED:
-            x, y = left[step].get(name), right[step].get(name)
-            gap = _gap(x, y)
+            gap = _gap(x.get(name), y.get(name))
             if name in largest and math.isfinite(gap):
                 largest[name] = max(largest[name], gap)
             if gap > tolerance and difference is None:
-                difference = Difference(step, name, x, y)
-    return Comparison(len(common), common[0], common[-1], difference, largest)
+                difference = Difference(step, name, x.get(name), y.get(name))
+    beyond = (len(left.keys() - between), len(right.keys() - between))
+    return Comparison(len(common), common[0], common[-1], difference, largest, beyond)
 
 
 def _steps(run: Path) -> dict[int, dict[str, Any]]:
@@ -77,7 +85,8 @@ def _steps(run: Path) -> dict[int, dict[str, Any]]:
         except ValueError:
             continue  # half a line: the run was killed, or is being written
         if "loss" in numbers or "validation_loss" in numbers:
-            steps.setdefault(numbers["step"], {}).update(numbers)
+            known = steps.setdefault(numbers["step"], {TIMES: 0})
+            known |= numbers | {TIMES: known[TIMES] + ("loss" in numbers)}
     return steps
 
 

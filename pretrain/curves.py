@@ -1,7 +1,7 @@
 """Curves without overlap: what a run wrote beyond the step that it resumes from is dropped."""
 
+import io
 import json
-import os
 from pathlib import Path
 
 from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
@@ -36,12 +36,11 @@ def drop_events(folder: Path, last_step: int) -> None:
         kept = [record for record in records if Event.FromString(record).step <= last_step]
         if len(kept) == len(records):
             continue
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        with open(temporary, "wb") as file:
-            writer = RecordWriter(file)
-            for record in kept:
-                writer.write(record)
-        os.replace(temporary, path)
+        content = io.BytesIO()
+        writer = RecordWriter(content)
+        for record in kept:
+            writer.write(record)
+        write_atomically(path, content.getvalue())
 
 
 def has_validation(log: Path, step: int) -> bool:

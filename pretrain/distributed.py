@@ -102,6 +102,13 @@ def start_world() -> World:
     return World(rank, size, local_rank, owns_group=True)
 
 
+def is_lost_peer(error: RuntimeError) -> bool:
+    """Whether a collective failed because another rank is gone."""
+    if isinstance(error, dist.DistError):
+        return True
+    return "gloo" in str(error) or "Connection closed by peer" in str(error)
+
+
 def stop_world(world: World) -> None:
     """Leaves the process group if start_world made it."""
     if world.owns_group and dist.is_initialized():

@@ -9,10 +9,10 @@ from pretrain import checkpoint
 from pretrain.batch_plan import BatchPlan
 from pretrain.config import RunConfig, checked_manifest
 from pretrain.data import training_rows
-from pretrain.memory import activation_bytes, memory_bytes
+from pretrain.memory import activation_bytes, memory_bytes, moments_per_parameter
 from pretrain.plan import plan_lines
 
-GIB = 2**30
+UNITS = {"GiB": 2**30, "MiB": 2**20}
 
 
 def print_dry_run(config: RunConfig, ranks: int, console: Console) -> None:
@@ -48,10 +48,10 @@ def work_lines(config: RunConfig) -> list[str]:
         tokens = updates * stage.rows * config.data.seq_len
         flops += tokens * flops_per_token(config.model, stage.seq_len)
     per_token = flops_per_token(config.model, config.data.seq_len)
-    days = flops / (0.4 * 989e12) / 86400
+    hours = flops / (0.4 * 989e12) / 3600
     return [
         f"{flops:.3e} FLOPs in {plan.tokens_until(total):,} tokens, {per_token:.3e} a token at "
-        f"{config.data.seq_len}; {days:.2g} days of one H100 at 40 % of its bf16 peak"
+        f"{config.data.seq_len}; {_time(hours)} of one H100 at 40 % of its bf16 peak"
     ]
 
 
@@ -63,13 +63,11 @@ def checkpoint_lines(config: RunConfig) -> list[str]:
     if settings.keep_last is not None and settings.keep_every_steps is not None:
         every = max(settings.keep_every_steps, settings.every_steps)
         stay = min(written, stay + total // every)
-    size = 12 * parameter_count(config.model)  # parameters and two moments, fp32
-    if config.optimizer.kind == "muon":
-        size = 8 * parameter_count(config.model)
+    size = 4 * (1 + moments_per_parameter(config)) * parameter_count(config.model)  # fp32
     room = stay + 1  # the next one is complete before one is removed
     return [
-        f"{written:,} checkpoints of {size / GIB:.2f} GiB, {stay:,} stay; needs room for "
-        f"{room * size / GIB:.1f} GiB in {config.run_dir}"
+        f"{written:,} checkpoints of {_size(size)}, {stay:,} stay; needs room for "
+        f"{_size(room * size)} in {config.run_dir}"
     ]
 
 
@@ -78,15 +76,31 @@ def memory_lines(config: RunConfig, ranks: int) -> list[str]:
     activations = activation_bytes(config)
     tables = {s: memory_bytes(config, ranks, s, activations) for s in (0, 1, 2, 3)}
     kinds = list(tables[0])
+    unit = _unit(max(sum(table.values()) for table in tables.values()))
     lines = [
-        f"memory of each of {ranks} GPUs in GiB, estimated (CUDA itself takes about 0.5 more)",
+        f"memory of each of {ranks} GPUs in {unit}, estimated (CUDA itself: about 0.5 GiB more)",
         "ZeRO  " + "".join(f"{kind:>13}" for kind in kinds) + f"{'all':>9}",
     ]
     for stage, table in tables.items():
-        numbers = "".join(f"{table[kind] / GIB:>13.2f}" for kind in kinds)
+        numbers = "".join(f"{table[kind] / UNITS[unit]:>13.2f}" for kind in kinds)
         chosen = "  <- set" if stage == config.parallel.zero_stage else ""
-        lines.append(f"{stage:<6}{numbers}{sum(table.values()) / GIB:>9.2f}{chosen}")
+        lines.append(f"{stage:<6}{numbers}{sum(table.values()) / UNITS[unit]:>9.2f}{chosen}")
     return lines
+
+
+def _unit(size: float) -> str:
+    return "GiB" if size >= UNITS["GiB"] else "MiB"
+
+
+def _size(size: float) -> str:
+    unit = _unit(size)
+    return f"{size / UNITS[unit]:.2f} {unit}"
+
+
+def _time(hours: float) -> str:
+    if hours < 1:
+        return f"{3600 * hours:.2g} seconds"
+    return f"{hours:.1f} hours" if hours < 48 else f"{hours / 24:.1f} days"
 
 
 def ranks_of_environment() -> int:

@@ -7,6 +7,7 @@ take turns, so that whatever else the machine does falls on both.
 """
 
 import json
+import shutil
 import statistics
 import tempfile
 import time
@@ -43,12 +44,14 @@ class Overhead:
     bare: list[tuple[float, float]]
 
     def percent(self, clock: int) -> float:
-        """How much longer an update of ours takes, by the quietest round of each.
+        """How much longer an update of ours takes: the median of the rounds, in each of which the
+        two ran one after the other.
 
         Args:
             clock: 0 for the wall clock, 1 for CPU time: what counts where other programs run.
         """
-        return 100 * (min(r[clock] for r in self.ours) / min(r[clock] for r in self.bare) - 1)
+        pairs = zip(self.ours, self.bare, strict=True)
+        return 100 * (statistics.median(a[clock] / b[clock] for a, b in pairs) - 1)
 
 
 def measure_overhead(
@@ -72,6 +75,7 @@ def measure_overhead(
         if world.rank == 0:
             result.ours.append(_medians_of_log(run.run_dir / LOG_NAME))
         result.bare.append(_bare(run, world, device))
+    world.on_rank_0(partial(shutil.rmtree, folder, ignore_errors=True))
     return result
 
 

@@ -41,14 +41,7 @@ def memory_bytes(
     Args:
         activations: of `activation_bytes`.
     """
-    with torch.device("meta"):
-        model = LanguageModel(config.model)
-    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    moments = 2.0
-    if config.optimizer.kind == "muon":
-        hidden = sum(size for name, size in sizes.items() if is_hidden_matrix(name))
-        moments -= hidden / sum(sizes.values())
-    state = training_state_bytes(config.model, zero_stage, ranks, moments)
+    state = training_state_bytes(config.model, zero_stage, ranks, moments_per_parameter(config))
     if config.parallel.offload_optimizer:
         state |= {"master copy": 0.0, "optimizer": 0.0}
     whole = 4.0 * parameter_count(config.model)
@@ -61,6 +54,17 @@ def memory_bytes(
     step = {"buffers": kept + _step_bytes(config, zero_stage, whole / ranks), "activations": 0.0}
     larger = max((passes, step), key=lambda kinds: sum(kinds.values()))
     return {**state, **larger}
+
+
+def moments_per_parameter(config: RunConfig) -> float:
+    """fp32 numbers that the optimizer keeps for a parameter, on average: AdamW 2, Muon 1."""
+    if config.optimizer.kind == "adamw":
+        return 2.0
+    with torch.device("meta"):
+        model = LanguageModel(config.model)
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    hidden = sum(size for name, size in sizes.items() if is_hidden_matrix(name))
+    return 2.0 - hidden / sum(sizes.values())
 
 
 def _step_bytes(config: RunConfig, zero_stage: int, share: float) -> float:

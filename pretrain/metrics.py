@@ -9,8 +9,10 @@ import json
 import math
 import os
 import resource
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch.utils.tensorboard import SummaryWriter
+from torch.utils.tensorboard.summary import hparams
 
 from models.accounting import flops_per_token, hardware_flops_per_token
 from models.lambda_maps import draw_maps
@@ -25,10 +28,13 @@ from pretrain.batch_plan import BatchPlan
 from pretrain.config import RunConfig
 from pretrain.curves import EVENTS_SUFFIX, drop_events, drop_log_lines
 from pretrain.engine import Update
+from pretrain.errors import TrainingFailed
 from pretrain.statistics import Statistics
 
 LOG_NAME = "log.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
+
+WRITERS = ("tensorboard.summary.writer.event_file_writer",)
 
 # Dense bf16 FLOP/s, from the vendor's data sheets.
 PEAK_BF16_FLOPS = {
@@ -69,6 +75,7 @@ class Metrics:
         drop_events(events, resumed_step)
         is_new = not any(events.glob(f"*{EVENTS_SUFFIX}"))
         self._log = open(log_path, "a", encoding="utf-8")  # noqa: SIM115  # lives as long as the run
+        threading.excepthook = thread_ended
         self._tensorboard = SummaryWriter(str(events), filename_suffix=EVENTS_SUFFIX)
         if is_new:
             self._write_settings()
@@ -138,22 +145,27 @@ class Metrics:
         if not (numbers := seen.scalars()):
             return  # softmax attention has neither
         self._write(step, numbers)
-        if self.config.logging.histograms:
-            for name, values in seen.histograms().items():
-                self._tensorboard.add_histogram(f"histograms/{name}", values, step)
-        if self.config.logging.lambda_maps:
-            for layer in seen.lambdas:
-                self._tensorboard.add_figure(f"lambda_map/{layer.layer}", draw_maps(layer), step)
+        with self._writing():
+            if self.config.logging.histograms:
+                for name, values in seen.histograms().items():
+                    self._tensorboard.add_histogram(f"histograms/{name}", values, step)
+            if self.config.logging.lambda_maps:
+                for layer in seen.lambdas:
+                    tag = f"lambda_map/{layer.layer}"
+                    self._tensorboard.add_figure(tag, draw_maps(layer), step)
 
     def sync(self) -> None:
         """Puts everything on disk, so that a checkpoint never lies beyond the log."""
-        self._tensorboard.flush()
-        self._log.flush()
-        os.fsync(self._log.fileno())
+        with self._writing():
+            self._tensorboard.flush()
+            self._log.flush()
+            os.fsync(self._log.fileno())
 
     def close(self) -> None:
-        self._log.close()
-        self._tensorboard.close()
+        """Ends the bar and lets go of the files; what is to be sure of being there is synced."""
+        for file in (self._log, self._tensorboard):
+            with suppress(OSError):
+                file.close()
         if self._bar is not None:
             self._bar.stop()
         if self._wandb is not None:
@@ -171,7 +183,10 @@ class Metrics:
             "seq_len": self.config.data.seq_len,
             "seed": self.config.seed,
         }
-        self._tensorboard.add_hparams(chosen, {}, run_name=".", global_step=0)
+        # add_hparams would open a file of its own, and TensorBoard leaves a file for a newer one.
+        writer = self._tensorboard._get_file_writer()
+        for summary in hparams(chosen, {}):
+            writer.add_summary(summary, 0)
 
     def _cpu_seconds(self) -> float:
         """CPU time of this process since the update before, whatever it was used for."""
@@ -193,13 +208,27 @@ class Metrics:
         # JSON has no number for what is not finite.
         finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
         line = {"step": step, **finite, **(texts or {}), "time": round(now, 6)}
-        self._log.write(json.dumps(line) + "\n")
-        self._log.flush()
         scalars = {_tag(name): value for name, value in finite.items() if value is not None}
-        for tag, value in scalars.items():
-            self._tensorboard.add_scalar(tag, value, step, walltime=now)
+        with self._writing():
+            self._log.write(json.dumps(line) + "\n")
+            self._log.flush()
+            for tag, value in scalars.items():
+                self._tensorboard.add_scalar(tag, value, step, walltime=now)
         if self._wandb is not None:
             self._wandb.log(scalars, step=step)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """TrainingFailed in place of the system's refusals, which name no file."""
+        try:
+            yield
+        except OSError as error:
+            run_dir = self.config.run_dir
+            raise TrainingFailed(
+                f"cannot write {run_dir / LOG_NAME} and {run_dir / TENSORBOARD_FOLDER}: "
+                f"{error.strerror or error}; the newest complete checkpoint stays; mend that and "
+                "start the same command again"
+            ) from error
 
     def _print_line(self, step: int, numbers: Mapping[str, float]) -> None:
         total = self.config.training.total_steps
@@ -219,6 +248,12 @@ class Metrics:
         parts.append(f"{_duration((total - step) * mean_seconds)} left")
         self.console.print("  ".join(parts))
         self._printed_step, self._seconds_since_line, self._tokens_since_line = step, 0.0, 0
+
+
+def thread_ended(how: threading.ExceptHookArgs) -> None:
+    """As Python does, but for TensorBoard's writer: what it meets, its next call raises to us."""
+    if not (isinstance(how.exc_value, OSError) and type(how.thread).__module__ in WRITERS):
+        threading.__excepthook__(how)
 
 
 def rows_hash(rows: Sequence[int]) -> str:

@@ -20,9 +20,12 @@ class Profiler:
         if device.type == "cuda":
             self._activities.append(ProfilerActivity.CUDA)
         self._running: Any = None
+        self._first = 0
 
     def step_begins(self, step: int) -> None:
-        if self._bounds and step == self._bounds[0]:
+        """Starts at the first of the updates, or where a run goes on in their midst."""
+        if self._bounds and self._running is None and self._bounds[0] <= step <= self._bounds[1]:
+            self._first = step
             self._running = profile(activities=self._activities)
             self._running.start()
 
@@ -33,10 +36,10 @@ class Profiler:
 
     def close(self, step: int) -> None:
         """Writes the trace that is under way, if one is: `step` was its last update."""
-        if self._running is None or self._bounds is None:
+        if self._running is None:
             return
         self._running.stop()
         self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / f"steps-{self._bounds[0]}-{step}.json"
+        path = self._folder / f"steps-{self._first}-{step}.json"
         self._running.export_chrome_trace(str(path))
         self._running = None

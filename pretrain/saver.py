@@ -146,9 +146,15 @@ class Saver:
         errors = [message for message in self._world.gather(error) if message]
         if errors:
             folder, self._folder = self._folder, None
+            why = _why(errors[0], self._config.run_dir)
+            assert folder is not None
+            # No rank writes in it any more, and it shall not fill the disk. Complete, as where only
+            # an older one could not be removed, it stays.
+            if self._world.rank == 0 and not (folder / MANIFEST_NAME).exists():
+                shutil.rmtree(folder, ignore_errors=True)
             raise TrainingFailed(
-                f"cannot write checkpoint {folder}: {_why(errors[0], self._config.run_dir)}; the "
-                "newest complete one stays; mend that and start the same command again",
+                f"cannot write checkpoint {folder}: {why}; the newest complete one stays; mend "
+                "that and start the same command again",
                 on_all_ranks=True,
             )
 

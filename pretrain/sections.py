@@ -6,7 +6,7 @@ so that launchers can read a config quickly.
 
 import re
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -234,11 +234,11 @@ class ProfileConfig(Section):
     steps: str | None = None
     """First and last update, `10-12`; the trace is RUN/profile/. null: none."""
 
-    @field_validator("steps")
+    @field_validator("steps", mode="before")
     @classmethod
-    def _steps_are_a_range(cls, steps: str | None) -> str | None:
+    def _steps_are_a_range(cls, steps: Any) -> Any:
         if steps is not None:
-            match = re.fullmatch(r"(\d+)-(\d+)", steps)
+            match = re.fullmatch(r"(\d+)-(\d+)", str(steps))
             if not match or not 1 <= int(match[1]) <= int(match[2]):
                 raise ValueError("expected FIRST-LAST, for example 10-12")
         return steps

@@ -63,6 +63,7 @@ def train(config_path: Path, overrides: Sequence[str], world: World) -> int:
     if start.step == total_steps and not unvalidated:
         console.print(
             f"{config.run_dir} is complete: step {start.step}/{total_steps}, {start.folder}"
+            + _skipped(start.step - start.updates_taken)
         )
         return EXIT_COMPLETE
     rows = world.agree(lambda: training_rows(config.data))
@@ -168,6 +169,13 @@ def train(config_path: Path, overrides: Sequence[str], world: World) -> int:
             code = exit_code(update.votes[: len(REASONS)])
             saver.heed(update.votes[len(REASONS) :])
             last = step == total_steps
+            if last and not engine.updates_taken:
+                raise TrainingFailed(
+                    f"no update of {config.run_dir} was taken: got {step} skipped ones, the last "
+                    f"{update.verdict.value}; expected some; nothing was saved; look at the data "
+                    "and at health.spike_deviations",
+                    on_all_ranks=True,
+                )
             due = _is_due(step, config.checkpoint.every_steps) and not update.verdict.is_skipped
             if due or code is not None or (last and config.checkpoint.after_last):
                 save(step)
@@ -180,6 +188,8 @@ def train(config_path: Path, overrides: Sequence[str], world: World) -> int:
             save(step)
         saver.finish()
         profiler.close(step)
+        if metrics:
+            metrics.sync()
     except TrainingFailed as error:
         if error.on_all_ranks:
             saver.finish()  # of an earlier update, and sound
@@ -189,12 +199,18 @@ def train(config_path: Path, overrides: Sequence[str], world: World) -> int:
         if metrics:
             metrics.close()
     if code is None:
-        console.print(f"{config.run_dir} is complete: step {total_steps}/{total_steps}")
+        skipped = _skipped(total_steps - engine.updates_taken)
+        console.print(f"{config.run_dir} is complete: step {total_steps}/{total_steps}{skipped}")
         return EXIT_COMPLETE
     if world.rank == 0:
         (config.run_dir / STOP_FILE).unlink(missing_ok=True)
     console.print(f"stopped as asked by {reason_of(code)}; start the same command again to go on")
     return code
+
+
+def _skipped(updates: int) -> str:
+    """What is to be added about a run some of whose updates changed nothing."""
+    return f"; {updates} of its updates were skipped (verdict in {LOG_NAME})" if updates else ""
 
 
 def _is_due(step: int, every_steps: int | None) -> bool:

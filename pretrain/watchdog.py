@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
@@ -58,14 +59,18 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._ended.wait(self._poll_seconds):
             if _is_compiling(sys._current_frames().get(self._watched)):
-                self._folder.mkdir(parents=True, exist_ok=True)
-                (self._folder / "compiling").touch()
+                self._mark("compiling")
             still = time.monotonic() - self._seen
-            if still > self._limit_now():
-                self._folder.mkdir(parents=True, exist_ok=True)
-                (self._folder / "hang").touch()
-            if (self._folder / "hang").exists():
+            over = still > self._limit_now()
+            if over:
+                self._mark("hang")
+            if over or (self._folder / "hang").exists():
                 self._end(still)
+
+    def _mark(self, name: str) -> None:
+        with suppress(OSError):  # a full disk may be why the run stands still
+            self._folder.mkdir(parents=True, exist_ok=True)
+            (self._folder / name).touch()
 
     def _limit_now(self) -> float:
         limit = self._limit or float("inf")
@@ -81,14 +86,19 @@ class Watchdog:
         return age < max(60.0, 3 * self._poll_seconds)  # clocks of machines differ
 
     def _end(self, still: float) -> None:
-        path = self._folder / f"rank-{self._rank:05d}.txt"
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(f"rank {self._rank}: no progress for {still:.0f} s in {self._what}\n")
-            file.flush()
-            faulthandler.dump_traceback(file, all_threads=True)
+        path, where = self._folder / f"rank-{self._rank:05d}.txt", f"in {self._folder}"
+        try:
+            with open(path, "w", encoding="utf-8") as file:
+                file.write(f"rank {self._rank}: no progress for {still:.0f} s in {self._what}\n")
+                file.flush()
+                faulthandler.dump_traceback(file, all_threads=True)
+                os.fsync(file.fileno())
+        except OSError as error:
+            where = f"above, since they cannot be written: {error.strerror}"
+            faulthandler.dump_traceback(all_threads=True)
         sys.stderr.write(
             f"error: rank {self._rank} made no progress for {still:.0f} s in {self._what}; "
-            f"expected less (health.hang_seconds); stacks of all ranks are in {self._folder}; "
+            f"expected less (health.hang_seconds); stacks of all ranks are {where}; "
             "start the same command again\n"
         )
         sys.stderr.flush()

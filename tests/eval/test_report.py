@@ -149,6 +149,20 @@ def test_full_disk_names_the_file_and_leaves_what_was_there(tmp_path, monkeypatc
     assert list(tmp_path.iterdir()) == [output]
 
 
+def test_curves_are_in_the_order_of_steps_and_hold_each_once(tmp_path):
+    for step, value in ((12, 1.0), (5, 2.0), (12, 3.0), (9, 4.0)):
+        write_scalars(tmp_path, step, [result(value=value, length=256)])
+    folder = tmp_path / "tensorboard" / "eval"
+    (file,) = folder.iterdir()
+    with open(file, "ab") as events:
+        events.write(b"half a record")  # of a killed evaluation
+    write_scalars(tmp_path, 1, [result(value=0.0, length=256)])
+    events = EventAccumulator(str(folder)).Reload()
+    (tag,) = events.Tags()["scalars"]
+    points = [(point.step, point.value) for point in events.Scalars(tag)]
+    assert points == [(1, 0.0), (5, 2.0), (9, 4.0), (12, 3.0)]
+
+
 def test_scalars_that_cannot_be_written_name_their_folder(tmp_path):
     (tmp_path / "tensorboard").write_text("mine")
     with pytest.raises(OSError, match=f"^cannot write {tmp_path}/tensorboard/eval: "):

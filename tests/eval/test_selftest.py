@@ -2,6 +2,7 @@ import pytest
 
 from eval import niah, selftest, wikitext
 from eval.selftest import Line, closed_vocabulary, run
+from eval.selftest_material import Material
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,7 @@ def test_every_task_is_among_them(lines):
 def test_a_broken_task_is_seen(monkeypatch, tmp_path, name, broken):
     monkeypatch.setattr(*broken)
     part = {"wikitext": selftest._wikitext, "niah": selftest._niah}[name]
-    wrong = [line for line in part(selftest.Material(tmp_path)) if not line.holds]
+    wrong = [line for line in part(Material(tmp_path)) if not line.holds]
     assert wrong
     assert wrong[0].task.startswith(name)
 

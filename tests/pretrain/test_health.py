@@ -1,6 +1,8 @@
 """Updates that look wrong: skipped by all ranks together, told, limited; and runs that hang."""
 
 import math
+import queue
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from safetensors.torch import load_file
 from pretrain.errors import TrainingFailed
 from pretrain.health import Health, Verdict
 from pretrain.sections import HealthConfig
-from pretrain.watchdog import _is_compiling
+from pretrain.watchdog import Watchdog, _is_compiling
 
 WriteConfig = Callable[[dict[str, Any]], Path]
 ReadLog = Callable[[Path], list[dict[str, Any]]]
@@ -123,10 +125,27 @@ def test_skipped_update_leaves_parameters_and_moments_as_they_are(
     strike = ("pretrain.engine", "Engine._loss", 0, {"calls": [9], "factor": math.nan})
     run = run_ranks(write_config(settings), strike=strike)
     assert run.exit_codes == [0], run.output
+    complete = "is complete: step 3/3; 1 of its updates were skipped (verdict in log.jsonl)"
+    assert run.output.splitlines()[-1].endswith(complete)
+    again = run_ranks(write_config(settings))
+    assert again.exit_codes == [0]
+    assert "; 1 of its updates were skipped" in again.output
     folder = Path(settings["run_dir"], "checkpoints")
     for name in ("model.safetensors", "engine/rank-00000-of-00001.safetensors"):
         saved = [load_file(folder / f"step-{step:08d}" / name) for step in (2, 3)]
         assert all(saved[0][key].equal(saved[1][key]) for key in saved[0]), name
+
+
+def test_a_run_without_one_update_that_was_taken_is_not_complete(
+    settings: dict[str, Any], write_config: WriteConfig, run_ranks: Any
+) -> None:
+    settings["training"]["total_steps"] = 3
+    strike = ("pretrain.engine", "Engine._loss", 0, {"calls": range(99), "factor": math.nan})
+    run = run_ranks(write_config(settings), strike=strike)
+    assert run.exit_codes == [1]
+    last = run.output.splitlines()[-1]
+    assert "was taken: got 3 skipped ones, the last skipped: loss or gradient is not finite" in last
+    assert not (Path(settings["run_dir"]) / "checkpoints").exists()
 
 
 @pytest.mark.slow
@@ -169,6 +188,27 @@ def test_a_hang_on_one_rank_ends_all_with_their_stacks(
     assert "update" in stacks[0]
     del settings["health"]
     assert run_ranks(write_config(settings), ranks=2).exit_codes == [0, 0]
+
+
+def test_a_hang_on_a_full_disk_ends_too_and_shows_its_stacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ended: queue.Queue[int] = queue.Queue()
+
+    def end(code: int) -> None:
+        ended.put(code)
+        threading.Event().wait()  # nothing comes after the end of a process
+
+    monkeypatch.setattr("pretrain.watchdog.os._exit", end)
+    (tmp_path / "stacks").touch()  # nothing can be written into it
+    limits = HealthConfig(hang_seconds=0.2, compile_seconds=0.2)
+    watchdog = Watchdog(tmp_path, rank=0, settings=limits)
+    watchdog.progress("update 5")
+    assert ended.get(timeout=60) == 1
+    watchdog.close()
+    printed = capfd.readouterr().err
+    assert "test_a_hang_on_a_full_disk" in printed  # the stack
+    assert "in update 5; expected less (health.hang_seconds); stacks of all ranks are a" in printed
 
 
 def test_compiling_is_recognised_by_the_compiler_on_the_stack(tmp_path: Path) -> None:

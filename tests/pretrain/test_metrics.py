@@ -1,6 +1,7 @@
 """log.jsonl and TensorBoard: what is in them, and that a resumed run leaves no overlap."""
 
 import json
+import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from torch.utils.tensorboard import SummaryWriter
 
 from pretrain.curves import EVENTS_SUFFIX, drop_events, drop_log_lines
+from pretrain.metrics import WRITERS, thread_ended
 
 
 def scalar_steps(folder: Path) -> Counter[tuple[str, int]]:
@@ -86,6 +88,10 @@ def test_resumed_run_has_every_step_once_in_log_and_tensorboard(
     assert [line["tokens"] for line in trained] == [128 * step for step in range(1, 11)]
     assert trained[0]["lr"] == pytest.approx(1.5e-3)
 
+    # TensorBoard leaves a file once a newer one appears, so a start writes one and no other.
+    files = [path.name for path in (run_dir / "tensorboard").iterdir()]
+    assert len(files) == 3
+    assert all(name.endswith(EVENTS_SUFFIX) for name in files)
     steps = scalar_steps(run_dir / "tensorboard")
     names = ("loss", "lr", "grad_norm", "tokens_per_second", "tokens", "memory_bytes")
     tags = [f"train/{name}" for name in names]
@@ -108,3 +114,39 @@ def test_resumed_run_has_every_step_once_in_log_and_tensorboard(
     curves.Reload()
     values = [event.value for event in curves.Scalars("train/loss")]
     assert values == pytest.approx([line["loss"] for line in trained])
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is always full")
+def test_a_log_that_cannot_be_written_ends_the_run_in_one_line(
+    settings: dict[str, Any], write_config: Callable[[dict[str, Any]], Path], run_ranks: Any
+) -> None:
+    run_dir = Path(settings["run_dir"])
+    run_dir.mkdir()
+    (run_dir / "config.yaml").touch()  # the folder of a run
+    (run_dir / "log.jsonl").symlink_to("/dev/full")
+    failed = run_ranks(write_config(settings), ranks=2)
+    assert failed.exit_codes == [1, 1]
+    last = failed.output.splitlines()[-1]
+    assert last.startswith(f"error: cannot write {run_dir / 'log.jsonl'} and ")
+    assert "No space left on device" in last
+    assert "Traceback" not in failed.output
+
+
+def test_what_tensorboard_s_thread_meets_is_no_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(error: Exception) -> None:
+        raise error
+
+    before, threading.excepthook = threading.excepthook, thread_ended
+    try:
+        full, bug = (threading.Thread(target=fail, args=(e,)) for e in (OSError(28), OSError(29)))
+        full.__class__ = type("Writer", (threading.Thread,), {"__module__": WRITERS[0]})
+        for thread in (full, bug):
+            thread.start()
+            thread.join()
+    finally:
+        threading.excepthook = before
+    printed = capsys.readouterr().err
+    assert "OSError: 29" in printed
+    assert "OSError: 28" not in printed

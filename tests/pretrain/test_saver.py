@@ -106,8 +106,22 @@ def test_a_checkpoint_that_cannot_be_written_is_one_line(
     assert reason in str(failed.value)
     assert "\n" not in str(failed.value)
     saver.finish()  # nothing is left to be done
-    assert not (run_dir / "checkpoints/latest").exists()
+    assert not list((run_dir / "checkpoints").iterdir())  # what fills the disk is gone
     assert output.getvalue() == ""
+
+
+def test_a_checkpoint_stays_where_only_an_older_one_cannot_be_removed(
+    saver_of: Any, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver, _, _ = saver_of(background=False)
+
+    def fail(*_: Any) -> None:
+        raise OSError(13, "Permission denied")
+
+    monkeypatch.setattr("pretrain.saver.remove_old", fail)
+    with pytest.raises(TrainingFailed, match="Permission denied"):
+        saver.save(3, Health(HealthConfig()))
+    assert verify(Path(settings["run_dir"], "checkpoints/step-00000003")) == []
 
 
 def test_what_is_saved_in_the_background_is_what_was_there_when_it_began(

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -316,6 +317,18 @@ def test_run_that_diverges_ends_in_one_line_and_saves_nothing_of_it(
     assert "3 updates in a row were skipped" in last
     saved = Path(settings["run_dir"], "checkpoints/latest").read_text().strip()
     assert saved == f"step-{diverged - 3:08d}"
+
+
+def test_a_rank_that_loses_another_says_so_in_one_line(
+    settings: dict[str, Any], write_config: WriteConfig, run_ranks: Any
+) -> None:
+    strike = ("pretrain.engine", "Engine.update", 2, "before")
+    lost = run_ranks(
+        write_config(settings), ranks=2, strike=strike, struck_rank=1, signal_number=signal.SIGABRT
+    )
+    assert lost.exit_codes == [1, -signal.SIGABRT]
+    assert lost.output.splitlines()[-1].startswith("error: rank 0 lost another rank (")
+    assert "Traceback" not in lost.output
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

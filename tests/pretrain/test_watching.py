@@ -2,6 +2,7 @@
 
 import json
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,8 +51,8 @@ def test_dry_run_says_what_will_be_and_writes_nothing(
         "AdamW, decay 0.1 ",
         "AdamW, decay 0, recurrence",
         "starts from new parameters; 10 of 10 updates to go",
-        "4 checkpoints of",
-        "memory of each of 2 GPUs",
+        f"4 checkpoints of {12 * count / 2**20:.2f} MiB, 2 stay; needs room for",
+        "memory of each of 2 GPUs in MiB",
     ):
         assert words in shown.output
     (chosen,) = (line for line in shown.output.splitlines() if line.endswith("<- set"))
@@ -67,6 +68,7 @@ def test_dry_run_says_what_will_be_and_writes_nothing(
         ("optimizer.peek_lr=1", "did you mean optimizer.peak_lr?"),
         ("checkpoint.allow_changed=[optimizer.clip_nrm]", "did you mean optimizer.clip_norm?"),
         ("profile.steps=11-12", "begins after the last update: got 11-12"),
+        ("profile.steps=11", "profile.steps is wrong: got 11; expected FIRST-LAST"),
     ],
 )
 def test_dry_run_refuses_what_the_run_would(
@@ -120,6 +122,19 @@ def test_compare_names_the_first_difference(tmp_path: Path) -> None:
     refused = invoke("compare", a, tmp_path)
     assert refused.exit_code == 2
     assert refused.output.startswith(f"error: no run: got {tmp_path} without log.jsonl")
+
+
+@pytest.mark.parametrize(("copies", "times"), [(0, "0"), (2, "2")])
+def test_compare_misses_a_step_that_is_left_out_or_there_twice(
+    tmp_path: Path, copies: int, times: str
+) -> None:
+    steps = [{"step": s, "loss": 2.0, "lr": 0.1, "grad_norm": 1.0, "rows": "x"} for s in range(6)]
+    a = log_of(tmp_path / "a", steps[:5])
+    b = log_of(tmp_path / "b", [*steps[:3], *[steps[3]] * copies, *steps[4:]])
+    parted = invoke("compare", a, b)
+    assert parted.exit_code == 1
+    assert f"they part at step 3: times in the log is 1 and {times}" in parted.output
+    assert f"1 more in {b}, with nothing to compare them to" in parted.output
 
 
 def test_compare_proves_a_resume(
@@ -183,6 +198,16 @@ def test_a_trace_ends_where_the_run_does(settings: dict[str, Any]) -> None:
     assert any("mm" in event.get("name", "") for event in trace["traceEvents"])
 
 
+def test_a_trace_begins_where_a_run_goes_on(settings: dict[str, Any]) -> None:
+    settings["profile"] = {"steps": "2-4"}
+    config = RunConfig.model_validate(settings)
+    profiler = Profiler(config, 0, CPU)
+    for step in (3, 4, 5):
+        profiler.step_begins(step)
+        profiler.step_ends(step)
+    assert [path.name for path in (config.run_dir / "profile").iterdir()] == ["steps-3-4.json"]
+
+
 def test_wandb_gets_the_scalars_under_one_identity(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -233,10 +258,12 @@ def test_bench_times_both_loops(
     settings: dict[str, Any], write_config: WriteConfig, run_ranks: Any
 ) -> None:
     config = write_config(settings)
+    left = set(Path(tempfile.gettempdir()).glob("bench-*"))
     measured = run_ranks("bench-loop", config, "--updates", "4", "--rounds", "2", ranks=2)
     assert measured.exit_codes == [0, 0], measured.output
     *_, ours, bare, overhead = measured.output.splitlines()
     assert ours.startswith("ours  median ms of an update (of CPU time), by round: ")
     assert bare.startswith("bare")
     assert overhead.endswith("% of CPU time")
+    assert set(Path(tempfile.gettempdir()).glob("bench-*")) <= left
     assert not Path(settings["run_dir"]).exists()
