@@ -53,6 +53,8 @@ up)
     [[ -O $base ]] || fail "the folder of the cluster is not ours: got $base; expected none; use another --port"
     # Told to end, a node would wait half a minute for work that goes on.
     export RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0 RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0
+    # Where memory is short Ray would end an agent, and all ranks of its host with it.
+    export RAY_memory_monitor_refresh_ms=0
     options=()
     [[ -z $address ]] || options+=(--node-ip-address "$address")
     if [[ $role == head ]]; then
