@@ -18,8 +18,10 @@ def fla_is_there() -> bool:
 def fla_obstacle(device: torch.device) -> str | None:
     """Why FLA's gated kernels cannot train on this CUDA device, or None: their backward pass
     refuses Hopper with the versions of Triton that compile it wrongly (FLA's issue 640)."""
-    import triton
-
+    try:
+        import triton
+    except ImportError:
+        return "its kernels need Triton, which is not installed"
     release = tuple(int(x) for x in triton.__version__.split("+")[0].split(".")[:3])
     if (3, 4, 0) <= release < (3, 7, 1) and torch.cuda.get_device_capability(device)[0] == 9:
         return (
