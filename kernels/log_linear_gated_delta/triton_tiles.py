@@ -128,20 +128,20 @@ def dot_fine(x, y, NODE: tl.constexpr, IP: tl.constexpr):
 
 
 @triton.jit
-def load_scaled(X, scales, matrix, kt, ct, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Tile (kt, ct), 64 by 64, of matrix number `matrix` [ROWS, COLUMNS] in X, in fp32."""
-    tile = (matrix * (ROWS // 64) + kt) * (COLUMNS // 64) + ct
-    at = matrix * (ROWS * COLUMNS) + tile_at(kt * 64, ct * 64, 64, 64, COLUMNS)
-    return tl.load(X + at).to(tl.float32) * tl.load(scales + tile)
-
-
-@triton.jit
 def load_raw(X, scales, matrix, kt, ct, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The same tile as it lies in memory and the scale that belongs to it: for products, which are
-    then of 16 bits (as exact as tf32, twice as fast) and scaled afterwards."""
+    """Tile (kt, ct), 64 by 64, of matrix number `matrix` [ROWS, COLUMNS] as it lies in X, and the
+    scale that belongs to it: for products, which are then of 16 bits (as exact as tf32, twice as
+    fast) and scaled afterwards."""
     tile = (matrix * (ROWS // 64) + kt) * (COLUMNS // 64) + ct
     at = matrix * (ROWS * COLUMNS) + tile_at(kt * 64, ct * 64, 64, 64, COLUMNS)
     return tl.load(X + at), tl.load(scales + tile)
+
+
+@triton.jit
+def load_scaled(X, scales, matrix, kt, ct, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The tile itself, in fp32."""
+    x, scale = load_raw(X, scales, matrix, kt, ct, ROWS, COLUMNS)
+    return x.to(tl.float32) * scale
 
 
 @triton.jit

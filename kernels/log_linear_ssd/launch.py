@@ -61,7 +61,8 @@ CAREFUL: dict[str, Way] = {
 
 @dataclass(frozen=True, eq=False)
 class Shape:
-    """Sizes and dtypes of one call. KP: K padded to a power of two; BV: columns of a tile of V.
+    """Sizes and dtypes of one call. KP: K padded to a power of two; BV: columns of a tile of V,
+    which is a multiple of them.
 
     There is one object for each set of sizes, which keeps the kernels compiled for it.
     """
@@ -157,7 +158,7 @@ def _shape(
     device: torch.device,
 ) -> Shape:  # fmt: skip
     # weights_dtype makes objects differ whose compiled kernels do.
-    return Shape(G, H, K, 1 << (K - 1).bit_length(), V, min(64, V & -V), L, dtype, device)
+    return Shape(G, H, K, 1 << (K - 1).bit_length(), V, 64, L, dtype, device)
 
 
 def descriptor(x: Tensor, columns: int, rows: int, block_columns: int) -> TensorDescriptor:

@@ -124,6 +124,15 @@ def test_fla_is_left_out_where_its_backward_pass_refuses(
         fla_obstacle.cache_clear()
 
 
+def test_fla_is_left_out_where_there_is_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    fla_obstacle.cache_clear()
+    try:
+        assert "not installed" in (fla_obstacle(torch.device("cuda", 0)) or "")
+    finally:
+        fla_obstacle.cache_clear()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
