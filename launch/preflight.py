@@ -27,7 +27,7 @@ from pretrain.config import LOGS_FOLDER, RunConfig
 LIBRARIES = ("ray", "torch", "deepspeed", "mosaicml-streaming", "numpy", "pydantic", "safetensors")
 MODULES = (
     *("ray", "torch", "deepspeed", "streaming", "numpy", "pydantic", "safetensors", "yaml"),
-    *("typer", "rich", "tensorboard", "matplotlib", "fsspec"),
+    *("typer", "rich", "tensorboard", "matplotlib", "fsspec", "zstandard"),
 )
 PROBE_SECONDS = 60.0
 CONNECT_SECONDS = 5.0

@@ -5,11 +5,13 @@ selective   results of matrix products and operators are kept, the rest is compu
 full        only a block's input is kept
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._inductor.compile_fx import compile_fx
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -35,7 +37,32 @@ def prepare_blocks(model: nn.Module, settings: ParallelConfig) -> None:
                 options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
             block.forward = partial(checkpoint, block.forward, **options)
         if settings.compile:
-            block.compile()
+            block.compile(backend=compile_for_any_block)
+
+
+VECTOR_BYTES = 16
+"""The widest load of a GPU; inductor's kernels take it where an address allowed it at compile time."""
+
+
+def compile_for_any_block(graph: Any, example_inputs: list[Tensor]) -> Callable[..., Any]:
+    """inductor, for parameters anywhere in memory.
+
+    All blocks share the code that the first one had compiled, and inductor takes a parameter's
+    address for fixed; ZeRO has every parameter inside one long buffer, aligned in one block and
+    not in the next, where wide loads are an illegal access. What is not aligned is copied.
+    """
+    return with_aligned_inputs(compile_fx(graph, example_inputs))
+
+
+def with_aligned_inputs(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*inputs: Any) -> Any:
+        return compiled(*map(_aligned, inputs))
+
+    return call
+
+
+def _aligned(x: Any) -> Any:
+    return x.clone() if isinstance(x, Tensor) and x.data_ptr() % VECTOR_BYTES else x
 
 
 OPERATORS = ("log_linear", "scaled_dot_product")

@@ -313,6 +313,16 @@ class Engine:
                 return value
 
             optimizer.scaled_global_norm = norm
+        else:
+            parameters = list(self._engine.module.parameters())
+            # DeepSpeed's own makes two tensors on the host, for each of which the device waits.
+            self._engine.clip_fp32_gradients = lambda: nn.utils.clip_grad_norm_(
+                parameters, self._clip_norm
+            )
+
+
+def _mask_not_finite(input: Tensor, device: Any = None, val: float = -1.0) -> None:
+    input.masked_fill_(~input.isfinite(), val)
 
 
 def import_deepspeed(device: torch.device) -> Any:
@@ -326,7 +336,10 @@ def import_deepspeed(device: torch.device) -> Any:
     )
     import deepspeed
     import deepspeed.ops
+    import deepspeed.runtime.zero.stage_1_and_2 as stage_1_and_2
 
+    # The same without a tensor that is made on the host, for which the device would wait.
+    stage_1_and_2.mask_nan_or_inf_with_val_inplace = _mask_not_finite
     if device.type == "cpu":
         # An all-reduce for inference, which g++ would compile for minutes at the first start.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -12,12 +12,13 @@ KINDS = (
     ("short convolution", r"conv"),
     ("norm", r"norm"),
     ("SwiGLU", r"swiglu|silu"),
-    ("lambda", r"level_weights|lambda"),
+    # Not "lambda": C++ has the word in the names of half of torch's kernels.
+    ("lambda", r"level_weights|level_softplus"),
     ("matrix product", r"gemm|cutlass|cublas|nvjet|xmma|::mm|addmm|bmm|matmul|sgemm|mkldnn_linear"),
     (
         "operator",
         r"^(prepare|leaf|up|out|inside|across|query|node|split|down|key_value|key_query|gates)"
-        r"(_\w+)?_kernel|log_linear|delta|chunk|ssd|scan|recompute_w_u|solve_tril|l2norm|_wy_",
+        r"(_\w+)?_kernel|^pair_\w+_kernel|log_linear|delta|chunk|ssd|scan|recompute_w_u|solve_tril|l2norm|_wy_",
     ),
     ("copy", r"memcpy|copy|memset|fill|cat|::to|clone|zero_|slice|transpose|contiguous"),
 )

