@@ -41,7 +41,7 @@ def prepare_blocks(model: nn.Module, settings: ParallelConfig) -> None:
 
 
 VECTOR_BYTES = 16
-"""The widest load of a GPU; inductor's kernels take it where an address allowed it at compile time."""
+"""The widest load of a GPU; inductor takes it where an address allowed it at compile time."""
 
 
 def compile_for_any_block(graph: Any, example_inputs: list[Tensor]) -> Callable[..., Any]:
@@ -51,7 +51,8 @@ def compile_for_any_block(graph: Any, example_inputs: list[Tensor]) -> Callable[
     address for fixed; ZeRO has every parameter inside one long buffer, aligned in one block and
     not in the next, where wide loads are an illegal access. What is not aligned is copied.
     """
-    return with_aligned_inputs(compile_fx(graph, example_inputs))
+    compiled: Any = compile_fx(graph, example_inputs)
+    return with_aligned_inputs(compiled)
 
 
 def with_aligned_inputs(compiled: Callable[..., Any]) -> Callable[..., Any]:

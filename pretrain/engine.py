@@ -321,8 +321,8 @@ class Engine:
             )
 
 
-def _mask_not_finite(input: Tensor, device: Any = None, val: float = -1.0) -> None:
-    input.masked_fill_(~input.isfinite(), val)
+def _mask_not_finite(norm: Tensor, device: Any = None, val: float = -1.0) -> None:
+    norm.masked_fill_(~norm.isfinite(), val)
 
 
 def import_deepspeed(device: torch.device) -> Any:
