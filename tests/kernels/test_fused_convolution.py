@@ -42,7 +42,7 @@ def test_slices_of_the_backward_pass_meet(
     from kernels.fused import triton_convolution
 
     monkeypatch.setattr(triton_convolution, "SLICE_TOKENS", 8)
-    monkeypatch.setattr(triton_convolution, "TOKENS_OF_A_PROGRAM", 16)
+    monkeypatch.setattr(triton_convolution, "BACKWARD_BLOCK_T", 4)
     cu_seqlens = None if ends is None else torch.tensor([0, *ends])
 
     def run(x: Tensor, weight: Tensor, bias: Tensor, backend: Any) -> tuple[Tensor]:
