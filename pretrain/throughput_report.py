@@ -112,7 +112,7 @@ def bench(
     device = choose_device(config.parallel.device, 0)
     result: dict[str, Any] = {
         "format_version": 1,
-        "command": ["python", "-m", "pretrain", "bench", str(config_path), *overrides],
+        "command": ["python", "-m", "pretrain", *sys.argv[1:]],
         "hardware": hardware(device),
         "torch": torch.__version__,
         "commit": code_commit(),

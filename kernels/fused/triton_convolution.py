@@ -18,7 +18,7 @@ from kernels.fused.rows import with_rows
 
 BLOCK_T = 16
 BLOCK_D = 128
-BACKWARD_BLOCK_T = 64
+BACKWARD_BLOCK_T = 128
 BACKWARD_BLOCK_D = 64
 SLICE_TOKENS = 32768
 """The backward pass keeps one fp32 number for each token of a slice and channel; so a row of a
