@@ -42,23 +42,37 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             label = labels[begin : begin + chunk]
             valid = label != IGNORED_LABEL
             label = label.clamp(min=0)[:, None]
-            logits = (x_c @ W.T).float()
+            logits = x_c @ W.T
             if soft_cap is not None:
-                logits = soft_cap * torch.tanh(logits / soft_cap)
-            Z = logits.logsumexp(-1)
-            nll += ((Z - logits.gather(-1, label)[:, 0]) * valid).sum()
+                logits = soft_cap * torch.tanh(logits.float() / soft_cap)
+            log_p = logits.log_softmax(-1, dtype=torch.float32)
+            log_p_label = log_p.gather(-1, label)
+            Z = (logits.gather(-1, label) - log_p_label)[:, 0]
+            nll -= (log_p_label[:, 0] * valid).sum()
             squares += (Z.square() * valid).sum()
             if grad_x is None or grad_W is None:
                 continue
-            grad = (logits - Z[:, None]).exp_()
-            grad *= (1 + 2 * z_loss * Z)[:, None]
-            grad.scatter_add_(-1, label, grad.new_full((), -1.0).expand(label.shape))
-            grad *= valid[:, None]
-            if soft_cap is not None:
-                grad *= 1 - (logits / soft_cap).square()
-            grad = grad.to(dtype)
-            grad_x[begin : begin + chunk] = grad @ W
-            grad_W += grad.T @ x_c
+            # The logits' gradient p - 1[label], each number read and written as seldom as can be;
+            # rows that do not count are taken out of its products.
+            of_label = log_p_label.exp() - 1
+            if soft_cap is None:
+                del logits
+            if soft_cap is None and not z_loss and dtype != torch.float32:
+                grad = torch.exp(log_p, out=torch.empty_like(log_p, dtype=dtype))
+            else:
+                grad = log_p.exp_()
+                pull = 2 * z_loss * Z[:, None]
+                of_label += pull * (of_label + 1)
+                grad *= 1 + pull
+                if soft_cap is not None:
+                    slope = 1 - (logits / soft_cap).square()
+                    of_label *= slope.gather(-1, label)
+                    grad *= slope
+            del log_p
+            grad = grad.scatter_(-1, label, of_label.to(grad.dtype)).to(dtype)
+            grad_x[begin : begin + chunk] = (grad @ W) * valid[:, None]
+            grad_W += grad.T @ (x_c * valid[:, None])
+            del grad  # before the next chunk's logits
         if differentiate:
             ctx.save_for_backward(grad_x, grad_W)
         ctx.mark_non_differentiable(nll)
